@@ -191,7 +191,7 @@ def compare_updates(comparisons: Comparisons, outputs: int, inputs: int, rows: i
     ):  # fmt: skip
         config = preset("tiny", rule=rule, direction=direction)
         with DEVICE:
-            tensor = TernaryTensor(outputs, inputs, config.site(), area="mlp", std=0.02)
+            tensor = TernaryTensor(outputs, inputs, config.layer_spec(), area="mlp", std=0.02)
         tensor.initialise(0, 0)
         updater = Updater([tensor], 0, torch.bfloat16)
         updater.begin(3, 1.0)

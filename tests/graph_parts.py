@@ -11,7 +11,7 @@ from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.presets import preset
-from arbcli.interop.huggingface.modeling_core import Site
+from arbcli.interop.huggingface.modeling_core import PartSpec
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 from arbcli.verify import parity
@@ -38,21 +38,21 @@ def graph_config(**options) -> ModelConfig:
     return preset("arb-tiny", **SHAPE | options)
 
 
-def site(**options) -> LayerSpec:
+def spec(**options) -> LayerSpec:
     """Describe where parts of such a model stand."""
-    return graph_config(**options).site(-1)
+    return graph_config(**options).layer_spec(-1)
 
 
 def plain(
     config: PartConfig, weights: dict[str, torch.Tensor], part: torch.nn.Module, **at
 ) -> torch.nn.Module:
     """Build a part in plain PyTorch, with float64 weights by name and the integers of `part`."""
-    layer_spec, storage = site(**at), {"group_size": 1, "storage": "digits"}
+    layer_spec, storage = spec(**at), {"group_size": 1, "storage": "digits"}
     about = SimpleNamespace(norm_gain=layer_spec.norm_gain, norm_eps=layer_spec.norm_eps, **storage)
     with torch.device("meta"):
         kind, place = (
             imported(config.code),
-            Site(layer_spec.dim, layer_spec.ctx, about, {}, layer_spec.causal),
+            PartSpec(layer_spec.dim, layer_spec.ctx, about, {}, layer_spec.causal),
         )
         made = kind(asdict(config), place, *sizes_of(config))
     attach(made, weights | dict(part.named_buffers()))

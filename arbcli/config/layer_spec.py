@@ -1,4 +1,4 @@
-"""Site of a part in a model: the stream that it reads, and the storage of its weights."""
+"""Specification of a layer: the stream that it reads, and the storage of its weights."""
 
 from dataclasses import dataclass, replace
 
@@ -52,7 +52,7 @@ class LayerSpec:
         return SCALE_TYPES[self.scale_type]
 
     def replace_rule(self, rule: str) -> "LayerSpec":
-        """Return the site with another rule, at the learning rate of the same run."""
+        """Return the spec with another rule, at the learning rate of the same run."""
         return replace(self, rule=rule, lr_rule=self.lr_rule or self.rule)
 
     @property

@@ -50,10 +50,10 @@ MOST_BLOCKS = 1024
 MOST_OUTER_STAGES = 8
 MOST = 2**20
 """Maximum width, context and vocabulary."""
-OF_SITES = (
+OF_LAYERS = (
     "scale_type", "rule", "digits", "votes_fixes", "direction", "weights", "norm_gain", "norm_eps",
 )  # fmt: skip
-"""Fields of a model that all its sites have."""
+"""Fields of a model that each `LayerSpec` has."""
 MOST_EPS = 0.01
 """Maximum of `norm_eps`."""
 EPS_KINDS = ("attention", "mlp")
@@ -308,7 +308,7 @@ class ModelConfig:
     """Direction of the linear head; None is `direction`."""
 
     def __post_init__(self) -> None:
-        """Check types, sizes and names, and that each part is valid at its site.
+        """Check types, sizes and names, and that each part is valid for its spec.
 
         Raises:
             ArbError: a value is invalid.
@@ -344,8 +344,8 @@ class ModelConfig:
                 hint="leave them out, or use a single stage",
                 fields=("boundaries",),
             )
-        for site, part in self.sited_parts():
-            part.check_at(site)
+        for spec, part in self.specs_and_parts():
+            part.check_at(spec)
         if self.norm_eps != NORM_EPS:
             self._check_norm_eps()
         if self.vocabulary != VOCABULARY:
@@ -355,7 +355,7 @@ class ModelConfig:
             imported(CHECKS_OF_OBJECTIVES[self.objective])(self)
         for part in self.chunkings:
             part.check_model(self)
-        for _, part in self.sited_parts():
+        for _, part in self.specs_and_parts():
             part.check_model(self)
 
     def check_documents(self) -> None:
@@ -364,7 +364,9 @@ class ModelConfig:
         Raises:
             ArbError: a part carries state from one document to the next.
         """
-        reasons = {f"`{part.kind}`": part.across for _, part in self.sited_parts() if part.across}
+        reasons = {
+            f"`{part.kind}`": part.across for _, part in self.specs_and_parts() if part.across
+        }
         main = self.main
         for name, is_there in (
             ("chunks", bool(self.outer)), ("memories", main.memories is not None),
@@ -435,7 +437,7 @@ class ModelConfig:
                 hint=f"use more than 0, and at most {MOST_EPS}",
                 fields=("norm_eps",),
             )
-        parts = [part for _, part in self.sited_parts()]
+        parts = [part for _, part in self.specs_and_parts()]
         main = self.main
         plain = main.streams == 1 and main.adds_plainly and not main.router
         plain = plain and not (self.outer or self.head or self.ahead)
@@ -453,7 +455,7 @@ class ModelConfig:
     @property
     def byte_readers(self) -> list[str]:
         """Kinds of the parts that read bytes and no other symbols, in back quotes."""
-        parts = [part for _, part in self.sited_parts() if part.reads_text]
+        parts = [part for _, part in self.specs_and_parts() if part.reads_text]
         return [f"`{part.kind}`" for part in (*parts, *self.beside, self.ahead) if part]
 
     def _check_tokens(self) -> None:
@@ -559,16 +561,16 @@ class ModelConfig:
         main = self.main
         if self.outer or self.beside or self.reads_text or main.memories or main.router:
             return None
-        total, site = 0, self.site()
+        total, spec = 0, self.layer_spec()
         for part in (part for block in main.blocks for part in block.parts):
-            reach = part.reach(site)
+            reach = part.reach(spec)
             if reach is None:
                 return None
             total += reach
         return total
 
-    def site(self, stage: int = 0, depth: int | None = None) -> LayerSpec:
-        """Return the site of parts of a stage.
+    def layer_spec(self, stage: int = 0, depth: int | None = None) -> LayerSpec:
+        """Return the spec of parts of a stage.
 
         Args:
             stage: index of the stage.
@@ -580,15 +582,15 @@ class ModelConfig:
             depth=len(stage_config.lists[0]) if depth is None else depth,
             ctx=self.slots[stage],
             causal=not self.is_masked,
-            **{name: getattr(self, name) for name in OF_SITES},
+            **{name: getattr(self, name) for name in OF_LAYERS},
         )
 
     def blocks(self) -> Iterator[tuple[LayerSpec, BlockConfig]]:
-        """Yield the blocks of all stages with their sites."""
+        """Yield the blocks of all stages with their specs."""
         for index, stage in enumerate(self.stages):
             for blocks in stage.lists:
-                site = self.site(index, len(blocks))
-                yield from ((site, block) for block in blocks)
+                spec = self.layer_spec(index, len(blocks))
+                yield from ((spec, block) for block in blocks)
 
     def gates_to_pack(self) -> Iterator[MLPConfig]:
         """Yield the MLPs whose gates `pack` packs."""
@@ -596,16 +598,16 @@ class ModelConfig:
             for blocks in stage.lists:
                 yield from gates_to_pack(blocks).values()
 
-    def sited_parts(self) -> Iterator[tuple[LayerSpec, PartConfig]]:
-        """Yield all parts with their sites."""
-        yield from ((self.site(), part) for part in self.beside)
-        for site, block in self.blocks():
-            yield from ((site, part) for part in block.parts)
+    def specs_and_parts(self) -> Iterator[tuple[LayerSpec, PartConfig]]:
+        """Yield all parts with their specs."""
+        yield from ((self.layer_spec(), part) for part in self.beside)
+        for spec, block in self.blocks():
+            yield from ((spec, part) for part in block.parts)
         if self.main.memories:
-            yield self.site(-1), self.main.memories
-        yield from ((self.site(), part) for part in self.head_parts)
+            yield self.layer_spec(-1), self.main.memories
+        yield from ((self.layer_spec(), part) for part in self.head_parts)
 
     @property
     def reads_text(self) -> bool:
         """Whether a part also reads the bytes of the text."""
-        return any(part.reads_text for _, part in self.sited_parts())
+        return any(part.reads_text for _, part in self.specs_and_parts())

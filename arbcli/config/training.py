@@ -438,7 +438,7 @@ class TrainConfig:
         """Check that there are attention weights to drop, and that all of them can be."""
         if not self.attention_dropout:
             return
-        drops = {part.kind: part.drops_attention for _, part in self.model.sited_parts()}
+        drops = {part.kind: part.drops_attention for _, part in self.model.specs_and_parts()}
         problem = "this model has no attention weights that could be dropped"
         if unable := next((kind for kind, able in drops.items() if able is False), None):
             problem = f"attention weights of the mixer `{unable}` cannot be dropped"

@@ -45,7 +45,7 @@ def _saved_width(config: TrainConfig) -> int:
         return 0
     if config.recompute or model.weights != "ternary":  # a compiler may recompute, too
         return model.layers * model.dim
-    saved = sum(part.saved_width(site) for site, block in model.blocks() for part in block.parts)
+    saved = sum(part.saved_width(spec) for spec, block in model.blocks() for part in block.parts)
     # packed gates take three quarters
     return saved - (sum(part.width // 2 for part in model.gates_to_pack()) if config.pack else 0)
 

@@ -31,10 +31,10 @@ class FloatWeight(Weight):
     Source: S. Ma et al., "The Era of 1-bit LLMs", https://arxiv.org/abs/2402.17764, eq. 1-3.
     """
 
-    def __init__(self, out_features: int, in_features: int, site: LayerSpec, *, std: float) -> None:
+    def __init__(self, out_features: int, in_features: int, spec: LayerSpec, *, std: float) -> None:
         super().__init__()
         self.std = std
-        self.straight_through = site.weights == "ste"
+        self.straight_through = spec.weights == "ste"
         self.latent = nn.Parameter(torch.empty(out_features, in_features))
         self._cast: Tensor | None = None
 
@@ -75,7 +75,7 @@ class FloatLinear(nn.Module):
         self,
         out_features: int,
         in_features: int,
-        site: LayerSpec,
+        spec: LayerSpec,
         *,
         area: str,
         std: float | None = None,
@@ -85,7 +85,7 @@ class FloatLinear(nn.Module):
     ) -> None:
         super().__init__()
         std = (std or projection_std(in_features)) if spread else 0.0
-        self.weight = FloatWeight(out_features, in_features, site, std=std)
+        self.weight = FloatWeight(out_features, in_features, spec, std=std)
 
     def forward(
         self,
@@ -110,11 +110,11 @@ class FloatEmbedding(nn.Module):
     """Look up rows of a float or straight-through table."""
 
     def __init__(
-        self, num_embeddings: int, dim: int, site: LayerSpec, *, area: str, tied: bool = False
+        self, num_embeddings: int, dim: int, spec: LayerSpec, *, area: str, tied: bool = False
     ) -> None:
         super().__init__()
         std = head_std(dim) if tied else 1.0
-        self.weight = FloatWeight(num_embeddings, dim, site, std=std)
+        self.weight = FloatWeight(num_embeddings, dim, spec, std=std)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Look up (...) int64 ids: (..., D) of `dtype`.
@@ -132,10 +132,10 @@ class FloatTable(nn.Module):
     The initial standard deviation is also that of `TernaryTable`, whose trits are nearly all zero.
     """
 
-    def __init__(self, num_rows: int, dim: int, site: LayerSpec, *, area: str) -> None:
+    def __init__(self, num_rows: int, dim: int, spec: LayerSpec, *, area: str) -> None:
         super().__init__()
         std = SPARSE_SPREAD * projection_std(dim)
-        self.weight = FloatWeight(num_rows, dim, site, std=std)
+        self.weight = FloatWeight(num_rows, dim, spec, std=std)
 
     def forward(self, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum the rows of (M, k) int64 ids with float32 weights: (M, D) of `dtype`.
@@ -151,9 +151,9 @@ class FloatTable(nn.Module):
 class FloatVector(nn.Module):
     """A float vector of n numbers; the counterpart of `TernaryVector`."""
 
-    def __init__(self, values: Sequence[float], site: LayerSpec, *, area: str) -> None:
+    def __init__(self, values: Sequence[float], spec: LayerSpec, *, area: str) -> None:
         super().__init__()
-        self.weight = FloatNumbers(len(values), 1, site, std=0.0)
+        self.weight = FloatNumbers(len(values), 1, spec, std=0.0)
         self.weight.values = tuple(values)
 
     def forward(self) -> Tensor:
@@ -164,9 +164,9 @@ class FloatVector(nn.Module):
 class FloatTaps(nn.Module):
     """Float taps of a depthwise convolution; the counterpart of `TernaryTaps`."""
 
-    def __init__(self, channels: int, taps: int, site: LayerSpec, *, area: str) -> None:
+    def __init__(self, channels: int, taps: int, spec: LayerSpec, *, area: str) -> None:
         super().__init__()
-        self.weight = FloatNumbers(channels, taps, site, std=1 / math.sqrt(taps))
+        self.weight = FloatNumbers(channels, taps, spec, std=1 / math.sqrt(taps))
 
     def forward(self) -> Tensor:
         """Return the taps, (D, W) float32."""
@@ -189,7 +189,7 @@ class FloatNumbers(FloatWeight):
 class FloatRMSNorm(nn.Module):
     """RMS norm without gain, as the gain of `TernaryRMSNorm` is always 1."""
 
-    def __init__(self, dim: int, site: LayerSpec) -> None:
+    def __init__(self, dim: int, spec: LayerSpec) -> None:
         super().__init__()
         self.dim = dim
 
@@ -206,9 +206,9 @@ class FloatRMSNorm(nn.Module):
 class FloatGainedRMSNorm(FloatVector):
     """RMS norm with trained float gains, initially 1."""
 
-    def __init__(self, dim: int, site: LayerSpec) -> None:
-        super().__init__([1.0] * dim, site, area="norms")
-        self.eps = site.norm_eps
+    def __init__(self, dim: int, spec: LayerSpec) -> None:
+        super().__init__([1.0] * dim, spec, area="norms")
+        self.eps = spec.norm_eps
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Normalise the last dimension of (..., D), in float32."""
@@ -219,8 +219,8 @@ class FloatGainedRMSNorm(FloatVector):
 class FloatGate(FloatRMSNorm):
     """silu(gate) * up of a gated MLP, with an optional RMS norm."""
 
-    def __init__(self, dim: int, site: LayerSpec, *, normalise: bool) -> None:
-        super().__init__(dim, site)
+    def __init__(self, dim: int, spec: LayerSpec, *, normalise: bool) -> None:
+        super().__init__(dim, spec)
         self.normalise = normalise
 
     def forward(self, gate_up: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def fuses(model: "LanguageModel", x: Tensor) -> bool:
         model: the model.
         x: the stream, (B, 1, D).
     """
-    fits = model.weights_are_prepared and fits_prepacked(x, model.config.site().group_size)
+    fits = model.weights_are_prepared and fits_prepacked(x, model.config.layer_spec().group_size)
     stages = model.config.stages
     plain = model.config.weights == "ternary" and not model.config.norm_gain
     plain = plain and all(fits_vectors(stage.dim) and stage.adds_plainly for stage in stages)

@@ -50,20 +50,20 @@ def head_std(in_features: int) -> float:
     return 1 / math.sqrt(in_features)
 
 
-def inner_lr_factor(site: LayerSpec, direction: str | None) -> float:
+def inner_lr_factor(spec: LayerSpec, direction: str | None) -> float:
     """Return the learning-rate factor of a matrix inside the model.
 
     Args:
-        site: site of the stage, which has its width.
+        spec: spec of the stage, which has its width.
         direction: direction of the steps; None for a rule without one.
     """
-    return _width_factor(site) if direction in ("factored", "sign") else 1.0
+    return _width_factor(spec) if direction in ("factored", "sign") else 1.0
 
 
-def head_lr_factor(site: LayerSpec) -> float:
+def head_lr_factor(spec: LayerSpec) -> float:
     """Return the learning-rate factor of the head."""
-    return HEAD * _width_factor(site)
+    return HEAD * _width_factor(spec)
 
 
-def _width_factor(site: LayerSpec) -> float:
-    return math.sqrt(REFERENCE_WIDTH / site.dim)
+def _width_factor(spec: LayerSpec) -> float:
+    return math.sqrt(REFERENCE_WIDTH / spec.dim)

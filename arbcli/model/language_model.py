@@ -58,7 +58,7 @@ class LanguageModel(PackedModel):
     ) -> None:
         super().__init__(config, compute_dtype)
         self.recompute = recompute
-        outermost, site = config.site(), config.site(-1)
+        outermost, spec = config.layer_spec(), config.layer_spec(-1)
         main, memories = config.main, config.main.memories
         parts = layers_for(outermost)
         self.cross_entropy = parts.cross_entropy
@@ -75,10 +75,10 @@ class LanguageModel(PackedModel):
             )
         else:
             self.stages = ()
-        self.blocks = Stack(main.blocks, main, site)
+        self.blocks = Stack(main.blocks, main, spec)
         self._between: tuple[Any, ...] = ()  # whose children are those of the model
         if memories or main.router:
-            between = imported(BETWEEN)(memories, site, main.router)
+            between = imported(BETWEEN)(memories, spec, main.router)
             self._between = (between,)
             for name, module in between.named_children():
                 self.add_module(name, module)

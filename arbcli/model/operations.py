@@ -30,30 +30,30 @@ def _products(config: ModelConfig) -> float:
     """
     lengths = config.lengths
     products = sum(_stage_products(config, n, length) for n, length in enumerate(lengths))
-    site = config.site()
-    ends = [part.products(site, config.ctx) for part in (*config.beside, *config.head_parts)]
-    plain = 0 if config.composite else config.vocabulary * site.dim
+    spec = config.layer_spec()
+    ends = [part.products(spec, config.ctx) for part in (*config.beside, *config.head_parts)]
+    plain = 0 if config.composite else config.vocabulary * spec.dim
     return products + config.ctx * (sum(ends) + plain)
 
 
 def _stage_products(config: ModelConfig, index: int, positions: float) -> float:
     stage, products = config.stages[index], 0.0
     for blocks in stage.lists:
-        site = config.site(index, len(blocks))
+        spec = config.layer_spec(index, len(blocks))
         parts = [part for block in blocks for part in block.parts]
-        products += sum(part.products(site, positions) for part in parts)
+        products += sum(part.products(spec, positions) for part in parts)
         if stage.streams > 1:
             products += len(parts) * _stream_products(stage)
-    site, taps = config.site(index), 1
+    spec, taps = config.layer_spec(index), 1
     if stage.memories:
-        products += stage.memories.products(site, positions)
+        products += stage.memories.products(spec, positions)
         taps += stage.memories.outputs
     if stage.router:
         products += stage.dim * (taps + 1)
     products *= positions
     if stage.chunking:
         inner = config.stages[index + 1].dim
-        products += stage.chunking.products_with(site, inner, positions)
+        products += stage.chunking.products_with(spec, inner, positions)
     return products
 
 

@@ -128,12 +128,12 @@ class TernaryTensor(StateModule, Weight):
     Args:
         out_features: N.
         in_features: K.
-        site: storage settings of the stage that it belongs to.
+        spec: storage settings of the stage that it belongs to.
         area: parameter group, as reports name it.
         std: initial standard deviation of the weights.
         spread: initial standard deviation of z relative to the rule's; 0 initialises to zero.
-        direction: direction of its steps; None is that of `site`.
-        lr_factor: factor of the learning rate, in addition to that of the site's rule.
+        direction: direction of its steps; None is that of `spec`.
+        lr_factor: factor of the learning rate, in addition to that of the spec's rule.
         frozen: whether it is never stepped; its weights are 1, and it only has trits and scales.
         matrices: number of matrices stacked by rows, each of which is stepped separately.
     """
@@ -158,7 +158,7 @@ class TernaryTensor(StateModule, Weight):
         self,
         out_features: int,
         in_features: int,
-        site: LayerSpec,
+        spec: LayerSpec,
         *,
         area: str,
         std: float = 1.0,
@@ -170,19 +170,19 @@ class TernaryTensor(StateModule, Weight):
     ) -> None:
         super().__init__(area)
         self.out_features, self.in_features = out_features, in_features
-        self.lr_factor = lr_factor * site.lr_factor
+        self.lr_factor = lr_factor * spec.lr_factor
         self.decays = True
         """Whether weight decay shrinks the weights."""
         self.std, self.spread, self.frozen, self.matrices = std, spread, frozen, matrices
         self.updates = 0
         """Number of steps launched by Python; steps in CUDA graphs are not counted."""
-        self.group_size = site.group_size
-        self.rule = find_rule(site.rule, "trit" if frozen else site.digits, site.votes_fixes)
+        self.group_size = spec.group_size
+        self.rule = find_rule(spec.rule, "trit" if frozen else spec.digits, spec.votes_fixes)
         self.reads_digits = self.rule.reads_all
         """Whether forward passes read the remainder; fading weights do so until they have faded."""
-        name = direction or site.direction
-        self.direction = find_direction(name) if name and DIRECTION[site.rule] else None
-        groups = num_groups(in_features, site.group_size)
+        name = direction or spec.direction
+        self.direction = find_direction(name) if name and DIRECTION[spec.rule] else None
+        groups = num_groups(in_features, spec.group_size)
         trits = torch.empty(out_features, row_bytes(in_features), dtype=torch.uint8)
         self.declare("trits", trits, "trits")
         self.training_only: tuple[str, ...] = ()

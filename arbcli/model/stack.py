@@ -58,26 +58,26 @@ class Block(nn.Module):
     Args:
         config: configuration of the block.
         stage: configuration of the stage that it belongs to.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         first: index of its first branch in the stack; branches read the streams in turn.
     """
 
     def __init__(
-        self, config: BlockConfig, stage: StageConfig, site: LayerSpec, first: int = 0
+        self, config: BlockConfig, stage: StageConfig, spec: LayerSpec, first: int = 0
     ) -> None:
         super().__init__()
         streams, self.contribution, self.bound = stage.streams, stage.contribution, stage.bound
-        parts = [build_part(part, site) for part in config.parts]
+        parts = [build_part(part, spec) for part in config.parts]
         norms, connections = [], []
         for part, part_config in zip(parts, config.parts, strict=True):
-            norms.append(stream_norm(site, rounded=part_config.is_bitnet))
+            norms.append(stream_norm(spec, rounded=part_config.is_bitnet))
             self.add_module(_norm_name(part), norms[-1])
             self.add_module(part.name, part)
         for number, part in enumerate(parts, first):
             connection = None
             if streams > 1:
                 residual = import_module(RESIDUAL)
-                connection = residual.HyperConnection(site, streams, number % streams)
+                connection = residual.HyperConnection(spec, streams, number % streams)
             connections.append(connection)
             if connection:
                 self.add_module(f"{part.name}_streams", connection)
@@ -198,7 +198,7 @@ class Stack(nn.ModuleList):
     Args:
         blocks: configurations of the blocks.
         stage: configuration of the stage that they belong to.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
     """
 
     if TYPE_CHECKING:
@@ -209,18 +209,18 @@ class Stack(nn.ModuleList):
         self,
         blocks: Blocks,
         stage: StageConfig,
-        site: LayerSpec,
+        spec: LayerSpec,
     ) -> None:
         *firsts, self.num_branches = accumulate((len(block.parts) for block in blocks), initial=0)
         modules = [
-            Block(config, stage, site, first) for config, first in zip(blocks, firsts, strict=True)
+            Block(config, stage, spec, first) for config, first in zip(blocks, firsts, strict=True)
         ]
         super().__init__(modules)
         self._firsts = firsts
         self.first_branch = 0
         """Number of branches of the model before this stack, in the order of a forward."""
         self.configs, self.streams = blocks, stage.streams
-        self.is_baseline = site.weights != "ternary"
+        self.is_baseline = spec.weights != "ternary"
 
     def weights_of_blocks(self) -> list[list[LinearWeight]]:
         """Return the weights of each block in the order of a forward.

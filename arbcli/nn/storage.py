@@ -62,8 +62,8 @@ class Storage:
                     f"`{name}={value!r}` is not supported", hint=f"choose one of: {quoted(known)}"
                 )
 
-    def site(self, dim: int) -> LayerSpec:
-        """Return the site of layers in a model of this width."""
+    def layer_spec(self, dim: int) -> LayerSpec:
+        """Return the spec of layers in a model of this width."""
         return LayerSpec(
             dim=dim,
             depth=1,
@@ -102,22 +102,22 @@ def new_packed(
         The tensor, on the device of the parameter.
     """
     check_dtype(value.dtype)
-    site = storage.site(dim)
+    spec = storage.layer_spec(dim)
     shape = value.shape[::-1] if transposed else value.shape
     packed: Anchored
     with value.device:
         if roles & {"product", "lookup"}:
-            packed = _matrix(shape[0], shape[1], roles, site, value.dtype, is_head)
+            packed = _matrix(shape[0], shape[1], roles, spec, value.dtype, is_head)
         elif "experts" in roles:
-            packed = ExpertStack(*shape, site, area="experts", dtype=value.dtype)
+            packed = ExpertStack(*shape, spec, area="experts", dtype=value.dtype)
         elif value.ndim < 2 or value[0].numel() < FEWEST_COLUMNS:
-            packed = Numbers(value.numel(), site, area="vectors", dtype=value.dtype)
+            packed = Numbers(value.numel(), spec, area="vectors", dtype=value.dtype)
         else:
             matrices = len(value) if value.ndim == 3 else 1
             rows = shape[1] if value.ndim == 3 else len(value)
             columns = value.numel() // (matrices * rows)
             packed = Stack(
-                matrices * rows, columns, site, area="read", direction=VECTOR_DIRECTION,
+                matrices * rows, columns, spec, area="read", direction=VECTOR_DIRECTION,
                 matrices=matrices, dtype=value.dtype,
             )  # fmt: skip
         packed.anchor.requires_grad_(value.requires_grad)
@@ -133,14 +133,14 @@ def new_fused(values: list[nn.Parameter], storage: Storage, *, dim: int) -> Fuse
         storage: how they are stored.
         dim: width of the model.
     """
-    first, site = values[0], storage.site(dim)
+    first, spec = values[0], storage.layer_spec(dim)
     with first.device:
         packed = FusedMatrix(
             [len(value) for value in values],
             first.shape[1],
-            site,
+            spec,
             area="linear",
-            lr_factor=inner_lr_factor(site, site.direction),
+            lr_factor=inner_lr_factor(spec, spec.direction),
             dtype=first.dtype,
         )
         packed.anchor.requires_grad_(first.requires_grad)
@@ -151,14 +151,14 @@ def _matrix(
     rows: int,
     columns: int,
     roles: frozenset[str],
-    site: LayerSpec,
+    spec: LayerSpec,
     dtype: torch.dtype,
     is_head: bool,
 ) -> Anchored:
     if roles >= {"product", "lookup"} or (is_head and is_chunked(rows)):
-        return Symbols(rows, columns, site, area="head", dtype=dtype)
+        return Symbols(rows, columns, spec, area="head", dtype=dtype)
     if "product" in roles:
-        factor = head_lr_factor(site) if is_head else inner_lr_factor(site, site.direction)
-        return Matrix(rows, columns, site, area="linear", lr_factor=factor, dtype=dtype)
+        factor = head_lr_factor(spec) if is_head else inner_lr_factor(spec, spec.direction)
+        return Matrix(rows, columns, spec, area="linear", lr_factor=factor, dtype=dtype)
     kind = ManyRows if is_chunked(rows) else Rows
-    return kind(rows, columns, site, area="embedding", dtype=dtype)
+    return kind(rows, columns, spec, area="embedding", dtype=dtype)

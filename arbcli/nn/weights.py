@@ -422,8 +422,8 @@ class ManyRows(Anchored, ManyEmbeddingsWeight):
 class Numbers(Anchored, VectorWeight):
     """Numbers that have a scale each, such as gains, biases and taps."""
 
-    def __init__(self, count: int, site: LayerSpec, *, area: str, dtype: torch.dtype) -> None:
-        super().__init__([0.0] * count, site, area=area, dtype=dtype)
+    def __init__(self, count: int, spec: LayerSpec, *, area: str, dtype: torch.dtype) -> None:
+        super().__init__([0.0] * count, spec, area=area, dtype=dtype)
         self.values = ()
 
     def dense_use(self, grad: Tensor) -> tuple[Any, Tensor]:

@@ -171,7 +171,7 @@ def has_mamba(config: ModelConfig) -> bool:
     In bf16 they are not compared: their gated outputs are normalised, and if one is nearly 0, it is
     mostly rounding error.
     """
-    return any(part.kind == "mamba" for _, part in config.sited_parts())
+    return any(part.kind == "mamba" for _, part in config.specs_and_parts())
 
 
 def shortened(config: ModelConfig) -> ModelConfig:

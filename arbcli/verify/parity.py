@@ -430,7 +430,7 @@ def _blocks(
 @torch.no_grad()
 def _causality(subject: Subject) -> Iterator[ParityResult]:
     model, (ids, _) = subject.build(), subject.bytes()
-    kinds = {part.kind for _, part in subject.config.sited_parts()}
+    kinds = {part.kind for _, part in subject.config.specs_and_parts()}
     gate = subject.gate if kinds & {"experts", "memories"} else EXACT
     length = ids.shape[1]
     # what begins a chunk, or completes an entry, may see too much, and elsewhere nothing shows it
@@ -473,13 +473,13 @@ def _determinism(subject: Subject) -> Iterator[ParityResult]:
 def _tensor(subject: Subject, rule: str) -> tuple[TernaryTensor, list[Tensor]]:
     """Create a packed tensor, and two long-tailed gradients whose rows and columns differ."""
     generator = torch.Generator(subject.device).manual_seed(4)
-    site = subject.config.site().replace_rule(rule)
+    spec = subject.config.layer_spec().replace_rule(rule)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=subject.device)
 
     with torch.device(subject.device), use_backend("torch"):
-        tensor = TernaryTensor(37, 165, site, area="mlp", std=0.1)
+        tensor = TernaryTensor(37, 165, spec, area="mlp", std=0.1)
         tensor.initialise(0, 0)
     return tensor, [
         normal(37, 165) ** 3 * normal(37, 1).exp() * normal(165).exp() for _ in range(2)

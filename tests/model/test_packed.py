@@ -14,8 +14,8 @@ TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 
 
 def tensor(rows: int, columns: int, std: float = 0.1, **options) -> TernaryTensor:
-    site = preset("tiny", **TINY, **options).site()
-    return TernaryTensor(rows, columns, site, area="mlp", std=std)
+    spec = preset("tiny", **TINY, **options).layer_spec()
+    return TernaryTensor(rows, columns, spec, area="mlp", std=std)
 
 
 @pytest.mark.parametrize("scale_type", SCALE_TYPES)

@@ -42,7 +42,7 @@ def build(rule: str, direction: str | None, device, shape=(33, 123), digits="tri
     given = {"direction": direction} if direction else {}
     config = preset("tiny", rule=rule, digits=digits, **given)
     with torch.device(device):
-        tensor = TernaryTensor(*shape, config.site(), area="mlp", std=0.1)
+        tensor = TernaryTensor(*shape, config.layer_spec(), area="mlp", std=0.1)
     tensor.initialise(seed=0, index=0)
     return tensor, Updater([tensor], seed=3, dtype=torch.float32), config
 
@@ -358,7 +358,7 @@ ROWS = torch.tensor([2, 5, 11, 12, 30, 39])
 
 def table_of(rule: str, direction: str | None):
     config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
-    table = TableWeight(40, DIM, config.site(), area="sequencer")
+    table = TableWeight(40, DIM, config.layer_spec(), area="sequencer")
     table.initialise(seed=0, index=0)
     return table, Updater([table], seed=3, dtype=torch.float32), config
 
@@ -393,7 +393,7 @@ def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkey
     """
     monkeypatch.setattr(step_parameters, "STEP_CLIP", ROW_CLIP)
     table, updater, config = table_of(rule, direction)
-    compact = TernaryTensor(len(ROWS), DIM, config.site(), area="mlp", std=0.1)
+    compact = TernaryTensor(len(ROWS), DIM, config.layer_spec(), area="mlp", std=0.1)
     for name, buffer in compact.named_buffers():
         of_all = getattr(table, name)
         buffer.copy_(of_all if name == "column_statistic" else of_all[ROWS])
@@ -432,7 +432,7 @@ EXPERTS, HEIGHT = 3, 14
 def stack_of(rule: str, direction: str | None):
     config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
     stack = TernaryTensor(
-        EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS
+        EXPERTS * HEIGHT, DIM, config.layer_spec(), area="mlp", std=0.1, matrices=EXPERTS
     )
     stack.initialise(seed=0, index=0)
     return stack, Updater([stack], seed=3, dtype=torch.float32), config
@@ -443,7 +443,7 @@ def test_stacked_matrices_step_as_separate_ones(rule, direction):
     """One has no gradient in the second step; products of a stack may round differently."""
     stack, updater, config = stack_of(rule, direction)
     separate = [
-        TernaryTensor(HEIGHT, DIM, config.site(), area="mlp", std=0.1) for _ in range(EXPERTS)
+        TernaryTensor(HEIGHT, DIM, config.layer_spec(), area="mlp", std=0.1) for _ in range(EXPERTS)
     ]
     for index, tensor in enumerate(separate):
         for name, buffer in tensor.named_buffers():
@@ -597,7 +597,12 @@ def test_small_matrices_of_a_stack_step_together_with_the_same_bits(device, monk
             config = preset("tiny", rule="moment", direction="factored")
             with torch.device(device):
                 stack = TernaryTensor(
-                    EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS
+                    EXPERTS * HEIGHT,
+                    DIM,
+                    config.layer_spec(),
+                    area="mlp",
+                    std=0.1,
+                    matrices=EXPERTS,
                 )
             stack.initialise(seed=0, index=0)
             updater = Updater([stack], 3, torch.float32, held_bytes)
@@ -689,10 +694,14 @@ def test_chunks_of_a_head_step_as_matrices_of_their_own(rule, direction, device,
     config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
     parts = [slice(0, 64), slice(64, 128), slice(128, 150)]
     with torch.device(device):
-        head = SymbolWeight(150, 40, config.site(), area="head")
+        head = SymbolWeight(150, 40, config.layer_spec(), area="head")
         alone = [
             TernaryTensor(
-                part.stop - part.start, 40, config.site(), area="head", lr_factor=head.lr_factor
+                part.stop - part.start,
+                40,
+                config.layer_spec(),
+                area="head",
+                lr_factor=head.lr_factor,
             )
             for part in parts
         ]

@@ -53,7 +53,7 @@ def tensor_steps():
     def step(lr_of_first: float, factor_of_second: float) -> list[torch.Tensor]:
         config = preset("tiny", rule="carry", direction="sign")
         tensors = [
-            TernaryTensor(8, 16, config.site(), area="", lr_factor=factor)
+            TernaryTensor(8, 16, config.layer_spec(), area="", lr_factor=factor)
             for factor in (1.0, factor_of_second)
         ]
         updater = Updater(tensors, 0, torch.float32)

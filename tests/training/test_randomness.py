@@ -138,7 +138,9 @@ def constant_run(rule: str, backend: str, monkeypatch) -> TernaryTensor:
             return find(*args, **kwargs)
 
     monkeypatch.setattr(updater_module, "gradient_statistics", on_torch)
-    tensor = TernaryTensor(8, 160, preset("tiny", rule=rule, direction="sign").site(), area="mlp")
+    tensor = TernaryTensor(
+        8, 160, preset("tiny", rule=rule, direction="sign").layer_spec(), area="mlp"
+    )
     updater = Updater([tensor], seed=3, dtype=torch.float32)
     tensor.fill(1)
     with use_backend(backend):

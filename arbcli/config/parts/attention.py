@@ -12,15 +12,15 @@ from arbcli.config.settings import setting
 QUERY_KEY_NORMS = ("unit", "gain", "none")
 
 
-def check_heads(heads: int, site: LayerSpec) -> None:
+def check_heads(heads: int, spec: LayerSpec) -> None:
     """Check that the width of the stream is divisible into heads of even width.
 
     Raises:
         ArbError: it is not.
     """
-    if site.dim % (2 * heads):
+    if spec.dim % (2 * heads):
         raise ArbError(
-            f"{heads} heads do not divide a width of {site.dim} into even parts",
+            f"{heads} heads do not divide a width of {spec.dim} into even parts",
             hint=f"make `dim` a multiple of {2 * heads}, or choose other `heads`",
             fields=("dim", "heads"),
         )
@@ -97,13 +97,13 @@ class AttentionConfig(PartConfig):
         check_even_width("head_width", self.head_width)
         check_kv_heads(self.heads, self.key_heads)
 
-    def check_at(self, site: LayerSpec) -> None:
+    def check_at(self, spec: LayerSpec) -> None:
         """Check the widths of heads and of their rotated part; see `PartConfig.check_at`."""
         if self.head_width is None:
-            check_heads(self.heads, site)
-        if self.rotated(site) < 2 or self.rotated(site) % 2:
+            check_heads(self.heads, spec)
+        if self.rotated(spec) < 2 or self.rotated(spec) % 2:
             raise ArbError(
-                f"`share` is {self.rotary.share}, and {self.rotated(site)} of {self.width(site)}"
+                f"`share` is {self.rotary.share}, and {self.rotated(spec)} of {self.width(spec)}"
                 " numbers of a head would be rotated",
                 hint="choose a share that rotates an even number",
                 fields=("share",),
@@ -114,24 +114,24 @@ class AttentionConfig(PartConfig):
         """Number of key and value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
-    def width(self, site: LayerSpec) -> int:
+    def width(self, spec: LayerSpec) -> int:
         """Width of a head."""
-        return self.head_width or site.dim // self.heads
+        return self.head_width or spec.dim // self.heads
 
-    def rotated(self, site: LayerSpec) -> int:
+    def rotated(self, spec: LayerSpec) -> int:
         """Width of the rotated part of a head."""
-        return self.rotary.rotated(self.width(site))
+        return self.rotary.rotated(self.width(spec))
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         seen = positions if self.window is None else min(self.window, positions)
-        inner, kv = self.heads * self.width(site), self.key_heads * self.width(site)
-        return 2 * site.dim * (inner + kv) + 2 * inner * seen
+        inner, kv = self.heads * self.width(spec), self.key_heads * self.width(spec)
+        return 2 * spec.dim * (inner + kv) + 2 * inner * seen
 
-    def reach(self, site: LayerSpec) -> int:
+    def reach(self, spec: LayerSpec) -> int:
         """Return the window's number of earlier positions."""
-        return min(self.window or site.ctx, site.ctx) - 1
+        return min(self.window or spec.ctx, spec.ctx) - 1
 
-    def saved_width(self, site: LayerSpec) -> int:
+    def saved_width(self, spec: LayerSpec) -> int:
         """Return the widths of input, queries, keys, values and output."""
-        return site.dim + 2 * (self.heads + self.key_heads) * self.width(site)
+        return spec.dim + 2 * (self.heads + self.key_heads) * self.width(spec)

@@ -54,18 +54,18 @@ class PartConfig:
         if self.rule is not None:
             check_choice("rule", self.rule, RULES)
 
-    def own_site(self, site: LayerSpec) -> LayerSpec:
-        """Return the site of the part's own weights, from the site of the part."""
-        site = site if self.rule is None else site.replace_rule(self.rule)
-        return replace(site, digits="trit", bitnet=True) if self.is_bitnet else site
+    def own_spec(self, spec: LayerSpec) -> LayerSpec:
+        """Return the spec of the part's own weights, from the spec of the part."""
+        spec = spec if self.rule is None else spec.replace_rule(self.rule)
+        return replace(spec, digits="trit", bitnet=True) if self.is_bitnet else spec
 
     @property
     def is_bitnet(self) -> bool:
         """Whether the part has a field `bitnet`, and computes as BitNet b1.58 does."""
         return getattr(self, "bitnet", False)
 
-    def check_at(self, site: LayerSpec) -> None:
-        """Check that the part is valid at a site.
+    def check_at(self, spec: LayerSpec) -> None:
+        """Check that the part is valid for a spec.
 
         Raises:
             ArbError: it is not.
@@ -86,22 +86,22 @@ class PartConfig:
                 fields=("digits", "weights"),
             )
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications in matrix products per position.
 
         Args:
-            site: site of the part.
+            spec: spec of the part.
             positions: length of a window; attention is counted as if every position saw all of it.
         """
         raise NotImplementedError
 
-    def reach(self, site: LayerSpec) -> int | None:
+    def reach(self, spec: LayerSpec) -> int | None:
         """Return the number of earlier positions that an output depends on; None: unlimited."""
         return None
 
-    def saved_width(self, site: LayerSpec) -> int:
+    def saved_width(self, spec: LayerSpec) -> int:
         """Return a lower bound of the activations per position that a training step stores."""
-        return site.dim
+        return spec.dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +122,11 @@ class SplitConfig(PartConfig):
         """Return the maximum number of chunks in a window."""
         raise NotImplementedError
 
-    def products_with(self, site: LayerSpec, inner: int, positions: float) -> float:
+    def products_with(self, spec: LayerSpec, inner: int, positions: float) -> float:
         """Return the multiplications per window.
 
         Args:
-            site: site of the outer stage.
+            spec: spec of the outer stage.
             inner: width of the next stage.
             positions: number of positions in a window of the outer stage.
         """

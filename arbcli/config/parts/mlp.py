@@ -24,14 +24,14 @@ class MLPConfig(PartConfig):
     """Whether the part computes as BitNet b1.58: as in attention, and relu(gate)**2 takes the place
     of silu(gate)."""
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
-        return 3 * site.dim * self.width
+        return 3 * spec.dim * self.width
 
-    def reach(self, site: LayerSpec) -> int:
+    def reach(self, spec: LayerSpec) -> int:
         """Return 0, as positions are independent."""
         return 0
 
-    def saved_width(self, site: LayerSpec) -> int:
+    def saved_width(self, spec: LayerSpec) -> int:
         """Return the widths of the input, the gate and the product."""
-        return site.dim + 2 * self.width
+        return spec.dim + 2 * self.width

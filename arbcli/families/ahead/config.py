@@ -51,20 +51,20 @@ class AheadConfig(PartConfig):
         """Weights of the losses by their names."""
         return dict.fromkeys(self.losses, self.weight / len(self.losses))
 
-    def check_at(self, site: LayerSpec) -> None:
+    def check_at(self, spec: LayerSpec) -> None:
         """Check that a window is longer than the prediction.
 
         Raises:
             ArbError: it is not.
         """
-        if self.positions >= site.ctx:
+        if self.positions >= spec.ctx:
             raise ArbError(
-                f"`positions` is {self.positions} in a context of {site.ctx}",
+                f"`positions` is {self.positions} in a context of {spec.ctx}",
                 hint="use fewer, or a longer context",
                 fields=("positions",),
             )
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
-        products_of_position = site.dim * (site.dim + BYTES) + 3 * site.dim * self.width
+        products_of_position = spec.dim * (spec.dim + BYTES) + 3 * spec.dim * self.width
         return (self.positions - 1) * products_of_position

@@ -27,17 +27,17 @@ class Ahead(nn.Module):
 
     draws = ("norm", "carry", "embedding", "mlp_norm", "mlp", "head_norm", "head")
 
-    def __init__(self, config: AheadConfig, site: LayerSpec) -> None:
+    def __init__(self, config: AheadConfig, spec: LayerSpec) -> None:
         super().__init__()
-        parts, dim, self.config = layers_for(site), site.dim, config
+        parts, dim, self.config = layers_for(spec), spec.dim, config
         self.cross_entropy = parts.cross_entropy
-        self.norm = stream_norm(site)
-        self.carry = parts.linear(dim, dim, site, area="ahead")
-        self.embedding = parts.embedding(BYTES, dim, site, area="ahead")
-        self.mlp_norm = stream_norm(site)
-        self.mlp = MLP(MLPConfig(width=config.width), site, area="ahead")
-        self.head_norm = stream_norm(site)
-        self.head = linear_head(BYTES, site, area="ahead")
+        self.norm = stream_norm(spec)
+        self.carry = parts.linear(dim, dim, spec, area="ahead")
+        self.embedding = parts.embedding(BYTES, dim, spec, area="ahead")
+        self.mlp_norm = stream_norm(spec)
+        self.mlp = MLP(MLPConfig(width=config.width), spec, area="ahead")
+        self.head_norm = stream_norm(spec)
+        self.head = linear_head(BYTES, spec, area="ahead")
 
     def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Compute (1) to (3) for one more byte.

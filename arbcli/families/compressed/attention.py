@@ -162,22 +162,22 @@ class Indexer(nn.Module, LowPrecision):
 
     Args:
         config: configuration of the attention.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
     """
 
     draws = ("query", "key")
     fp8 = False
     """Whether scores are computed in FP8: see `build_model`."""
 
-    def __init__(self, config: CompressedAttentionConfig, site: LayerSpec) -> None:
+    def __init__(self, config: CompressedAttentionConfig, spec: LayerSpec) -> None:
         super().__init__()
-        parts = layers_for(site)
+        parts = layers_for(spec)
         self.heads, self.width = config.index_heads, config.index_width
-        self.top_k, self.norm_gain = config.top_k, site.norm_gain
+        self.top_k, self.norm_gain = config.top_k, spec.norm_gain
         queries = self.heads * (self.width + 1)
-        self.query = parts.linear(queries, site.dim, site, area="indexer")
+        self.query = parts.linear(queries, spec.dim, spec, area="indexer")
         self.key = parts.linear(
-            self.width, config.kv_heads * config.width(site), site, area="indexer"
+            self.width, config.kv_heads * config.width(spec), spec, area="indexer"
         )
 
     def multiply_in(self, number_format: str) -> bool:
@@ -286,27 +286,27 @@ class CompressedAttention(CachedAttention):
     name = "attention"
     rounds_queries = True
 
-    def __init__(self, config: CompressedAttentionConfig, site: LayerSpec) -> None:
+    def __init__(self, config: CompressedAttentionConfig, spec: LayerSpec) -> None:
         super().__init__()
-        parts = layers_for(site)
-        self.heads, self.kv_heads, self.width = config.heads, config.kv_heads, config.width(site)
-        self.rotated, self.ratio = config.rotated(site), config.ratio
-        self.completes_entries = site.ctx >= self.ratio
-        self.sight = Sight(config.window, self.ratio, config.entries(site))
+        parts = layers_for(spec)
+        self.heads, self.kv_heads, self.width = config.heads, config.kv_heads, config.width(spec)
+        self.rotated, self.ratio = config.rotated(spec), config.ratio
+        self.completes_entries = spec.ctx >= self.ratio
+        self.sight = Sight(config.window, self.ratio, config.entries(spec))
         self.inner, self.kv = self.heads * self.width, self.kv_heads * self.width
         projected = self.inner + config.vectors * self.kv
-        self.projection = parts.linear(projected, site.dim, site, area="attention")
+        self.projection = parts.linear(projected, spec.dim, spec, area="attention")
         self.beta = self.key_gain = None
         if config.pooling == "softmax":
-            self.beta = parts.taps(self.kv, self.ratio, site, area="attention")
+            self.beta = parts.taps(self.kv, self.ratio, spec, area="attention")
         if config.key_gain:
-            self.key_gain = parts.vector([1.0] * self.width, site, area="attention")
-        self.sink = parts.vector([SINK] * self.heads, site, area="attention")
-        self.sub_norm = parts.norm(self.inner, site) if config.sub_norm else None
+            self.key_gain = parts.vector([1.0] * self.width, spec, area="attention")
+        self.sink = parts.vector([SINK] * self.heads, spec, area="attention")
+        self.sub_norm = parts.norm(self.inner, spec) if config.sub_norm else None
         self.output = parts.linear(
-            site.dim, self.inner, site, area="attention", std=output_std(self.inner, site.depth)
+            spec.dim, self.inner, spec, area="attention", std=output_std(self.inner, spec.depth)
         )
-        self.indexer = Indexer(config, site) if config.top_k is not None else None
+        self.indexer = Indexer(config, spec) if config.top_k is not None else None
         widths = (self.inner, self.kv) if self.indexer else (self.inner,)
         self.steps_fused = self.key_gain is None and fits_vectors(*widths)
 

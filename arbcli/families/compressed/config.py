@@ -69,11 +69,11 @@ class CompressedAttentionConfig(PartConfig):
         """Weight of the indexer's loss: arbitrary, as its parameters have no other loss."""
         return {} if self.top_k is None else {"indexer": 1.0}
 
-    def check_at(self, site: LayerSpec) -> None:
+    def check_at(self, spec: LayerSpec) -> None:
         """Check the width of heads; see `PartConfig.check_at`."""
         if self.head_width is None:
-            check_heads(self.heads, site)
-        width, rotated = self.width(site), self.rotated(site)
+            check_heads(self.heads, spec)
+        width, rotated = self.width(spec), self.rotated(spec)
         if width % 2 or rotated > width or width > WIDEST_HEAD:
             raise ArbError(
                 f"of {width} numbers of a head, {rotated} cannot be rotated",
@@ -81,35 +81,35 @@ class CompressedAttentionConfig(PartConfig):
                 fields=("head_width", "rotary"),
             )
 
-    def width(self, site: LayerSpec) -> int:
+    def width(self, spec: LayerSpec) -> int:
         """Width of a head."""
-        return self.head_width or site.dim // self.heads
+        return self.head_width or spec.dim // self.heads
 
-    def rotated(self, site: LayerSpec) -> int:
+    def rotated(self, spec: LayerSpec) -> int:
         """Width of the rotated part of a head."""
-        return self.rotary or self.width(site) // 4 * 2
+        return self.rotary or self.width(spec) // 4 * 2
 
     @property
     def vectors(self) -> int:
         """Number of projections per key head: key, value, and gate with softmax pooling."""
         return 3 if self.pooling == "softmax" else 2
 
-    def entries(self, site: LayerSpec) -> int:
+    def entries(self, spec: LayerSpec) -> int:
         """Return the maximum number of entries: those of a full window."""
-        return max(1, site.ctx // self.ratio)
+        return max(1, spec.ctx // self.ratio)
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
-        inner, kv = self.heads * self.width(site), self.kv_heads * self.width(site)
-        total: float = site.dim * (2 * inner + self.vectors * kv)
-        entries = self.entries(site)
+        inner, kv = self.heads * self.width(spec), self.kv_heads * self.width(spec)
+        total: float = spec.dim * (2 * inner + self.vectors * kv)
+        entries = self.entries(spec)
         if self.top_k is not None:
             width = self.index_heads * self.index_width
-            entry_products = site.dim * (width + self.index_heads) + kv * self.index_width
+            entry_products = spec.dim * (width + self.index_heads) + kv * self.index_width
             total += (entry_products + width * entries) / self.ratio
             entries = min(entries, self.top_k)
         return total + 2 * inner * (min(self.window, positions) + entries)
 
-    def saved_width(self, site: LayerSpec) -> int:
+    def saved_width(self, spec: LayerSpec) -> int:
         """Return the widths of the stream, queries and outputs of heads."""
-        return site.dim + 2 * self.heads * self.width(site)
+        return spec.dim + 2 * self.heads * self.width(spec)

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from arbcli.interop.huggingface.modeling_core import (
     Packed,
+    PartSpec,
     Reading,
     Settings,
-    Site,
     attention_shares,
     mixed,
     norm,
@@ -23,12 +23,12 @@ from arbcli.interop.huggingface.modeling_core import (
 class Indexer(nn.Module):
     """Chooses entries for the positions after each one that completes an entry."""
 
-    def __init__(self, part: Settings, kv: int, site: Site) -> None:
+    def __init__(self, part: Settings, kv: int, spec: PartSpec) -> None:
         super().__init__()
         self.heads, self.width = part["index_heads"], part["index_width"]
         self.ratio, self.top_k = part["ratio"], part["top_k"]
-        self.query = Packed(self.heads * (self.width + 1), site.dim, site)
-        self.key = Packed(self.width, kv, site)
+        self.query = Packed(self.heads * (self.width + 1), spec.dim, spec)
+        self.key = Packed(self.width, kv, spec)
 
     def forward(self, ends: Tensor, still: Tensor, sees: Tensor) -> Tensor:
         """Choose up to `top_k` of the entries that each group sees, (N, N) bool.
@@ -64,21 +64,21 @@ class CompressedAttention(nn.Module):
 
     name = "attention"
 
-    def __init__(self, part: Settings, site: Site) -> None:
+    def __init__(self, part: Settings, spec: PartSpec) -> None:
         super().__init__()
         self.part, self.heads, self.kv_heads = part, part["heads"], part["kv_heads"]
-        self.width = width = part["head_width"] or site.dim // self.heads
+        self.width = width = part["head_width"] or spec.dim // self.heads
         self.rotated = part["rotary"] or width // 4 * 2
-        self.ratio, self.entries = part["ratio"], max(1, site.ctx // part["ratio"])
+        self.ratio, self.entries = part["ratio"], max(1, spec.ctx // part["ratio"])
         inner, kv = self.heads * width, self.kv_heads * width
         pools = part["pooling"] == "softmax"
         self.sizes = (inner, kv, kv, kv) if pools else (inner, kv, kv)
-        self.projection = Packed(sum(self.sizes), site.dim, site)
+        self.projection = Packed(sum(self.sizes), spec.dim, spec)
         self.beta = nn.Parameter(torch.empty(kv, self.ratio)) if pools else None
         self.key_gain = vector(width) if part["key_gain"] else None
         self.sink = vector(self.heads)
-        self.output = Packed(site.dim, inner, site)
-        self.indexer = Indexer(part, kv, site) if part["top_k"] is not None else None
+        self.output = Packed(spec.dim, inner, spec)
+        self.indexer = Indexer(part, kv, spec) if part["top_k"] is not None else None
 
     def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
         """Attend over the normalised stream, (T, D)."""

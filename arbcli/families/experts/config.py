@@ -61,10 +61,10 @@ class ExpertsConfig(PartConfig):
         """
         return query * self.experts + (self.top_k + self.shared) * 3 * dim * self.width
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
-        return self.products_of(site.dim, site.dim)
+        return self.products_of(spec.dim, spec.dim)
 
-    def saved_width(self, site: LayerSpec) -> int:
+    def saved_width(self, spec: LayerSpec) -> int:
         """Return the widths of the input, and of the gates and products of the experts."""
-        return site.dim + 2 * self.top_k * self.width
+        return spec.dim + 2 * self.top_k * self.width

@@ -20,13 +20,13 @@ class FloatExpertWeight(FloatWeight):
         experts: int,
         out_features: int,
         in_features: int,
-        site: LayerSpec,
+        spec: LayerSpec,
         *,
         area: str,
         std: float | None = None,
     ) -> None:
         rows = experts * out_features
-        super().__init__(rows, in_features, site, std=std or projection_std(in_features))
+        super().__init__(rows, in_features, spec, std=std or projection_std(in_features))
         self.experts = experts
 
     def multiply(self, x: Tensor, bounds: Tensor, norm: nn.Module | None) -> Tensor:

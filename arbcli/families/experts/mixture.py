@@ -114,7 +114,7 @@ class Gate(Findable, StepMemory):
     Args:
         config: configuration of the experts.
         width: width of a query.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         area: parameter group of the tensors.
     """
 
@@ -122,12 +122,12 @@ class Gate(Findable, StepMemory):
     balance: Tensor
     _load: Tensor | None
 
-    def __init__(self, config: ExpertsConfig, width: int, site: LayerSpec, area: str) -> None:
+    def __init__(self, config: ExpertsConfig, width: int, spec: LayerSpec, area: str) -> None:
         super().__init__(area=area)
-        parts = layers_for(site)
+        parts = layers_for(spec)
         self.top_k, self.experts, self.kind = config.top_k, config.experts, config.gate
-        self.norm = parts.norm(width, site)
-        self.keys = parts.linear(config.experts, width, site, area=area)
+        self.norm = parts.norm(width, spec)
+        self.keys = parts.linear(config.experts, width, spec, area=area)
         if self.kind != "hash":
             self.declare("balance", torch.zeros(config.experts, dtype=torch.int8), "counters")
         self.load = torch.zeros(config.experts, dtype=torch.int64)
@@ -218,24 +218,24 @@ class SharedExpert(nn.Module):
     draws = ("gate_up", "sub_norm", "down")
 
     def __init__(
-        self, config: ExpertsConfig, dim: int, site: LayerSpec, *, area: str, std: float | None
+        self, config: ExpertsConfig, dim: int, spec: LayerSpec, *, area: str, std: float | None
     ) -> None:
         super().__init__()
-        parts = layers_for(site)
-        self.gate_up = parts.linear(2 * config.width, dim, site, area=area)
-        self.sub_norm = _gate_and_norm(config, site)
-        self.down = parts.linear(dim, config.width, site, area=area, std=std)
+        parts = layers_for(spec)
+        self.gate_up = parts.linear(2 * config.width, dim, spec, area=area)
+        self.sub_norm = _gate_and_norm(config, spec)
+        self.down = parts.linear(dim, config.width, spec, area=area, std=std)
 
     def forward(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """Apply the expert to (M, dim)."""
         return self.down(self.gate_up(x, norm), self.sub_norm)
 
 
-def _gate_and_norm(config: ExpertsConfig, site: LayerSpec) -> nn.Module:
+def _gate_and_norm(config: ExpertsConfig, spec: LayerSpec) -> nn.Module:
     """Build the gate and norm between the two matrices of an expert."""
-    parts = layers_for(site)
+    parts = layers_for(spec)
     kind = parts.clamped_gate if config.clamp else parts.gate
-    return kind(config.width, site, normalise=True)
+    return kind(config.width, spec, normalise=True)
 
 
 def _norm_row_by_row(norm: nn.Module, x: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class Experts(Part):
 
     Args:
         config: configuration of the experts.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         dim: width of inputs and outputs; None is that of the stream.
         query: width of the gate's queries; None is that of the stream.
         area: parameter group of the tensors.
@@ -263,23 +263,23 @@ class Experts(Part):
     def __init__(
         self,
         config: ExpertsConfig,
-        site: LayerSpec,
+        spec: LayerSpec,
         dim: int | None = None,
         query: int | None = None,
         area: str = "experts",
     ) -> None:
         super().__init__()
-        expert_weight: Any = ExpertWeight if site.weights == "ternary" else FloatExpertWeight
-        width, number = dim or site.dim, config.experts
+        expert_weight: Any = ExpertWeight if spec.weights == "ternary" else FloatExpertWeight
+        width, number = dim or spec.dim, config.experts
         # outputs into the residual stream have a small initial scale
-        std = output_std(config.width, site.depth) if dim is None else None
-        self.gate = Gate(config, query or site.dim, site, area)
-        self.gate_up: Any = expert_weight(number, 2 * config.width, width, site, area=area)
-        self.sub_norm = _gate_and_norm(config, site)
-        self.down: Any = expert_weight(number, width, config.width, site, area=area, std=std)
+        std = output_std(config.width, spec.depth) if dim is None else None
+        self.gate = Gate(config, query or spec.dim, spec, area)
+        self.gate_up: Any = expert_weight(number, 2 * config.width, width, spec, area=area)
+        self.sub_norm = _gate_and_norm(config, spec)
+        self.down: Any = expert_weight(number, width, config.width, spec, area=area, std=std)
         self.shared = None
         if config.shared:
-            self.shared = SharedExpert(config, width, site, area=area, std=std)
+            self.shared = SharedExpert(config, width, spec, area=area, std=std)
 
     def new_state(self, clock: "PositionCounter") -> None:
         """Return None, as positions are independent."""

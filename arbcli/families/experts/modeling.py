@@ -9,9 +9,9 @@ from torch.nn import functional
 from arbcli.interop.huggingface.modeling_core import (
     MIX,
     Packed,
+    PartSpec,
     Reading,
     Settings,
-    Site,
     gated,
     ngram_rows,
     norm,
@@ -31,10 +31,10 @@ class Gate(nn.Module):
 
     balance: Tensor
 
-    def __init__(self, part: Settings, width: int, site: Site) -> None:
+    def __init__(self, part: Settings, width: int, spec: PartSpec) -> None:
         super().__init__()
         self.experts, self.top_k, self.kind = part["experts"], part["top_k"], part["gate"]
-        self.keys = Packed(self.experts, width, site)
+        self.keys = Packed(self.experts, width, spec)
         if self.kind != "hash":
             self.register_buffer("balance", torch.empty(self.experts, dtype=torch.int8))
 
@@ -74,10 +74,10 @@ class Gate(nn.Module):
 class SharedExpert(nn.Module):
     """The expert of all positions."""
 
-    def __init__(self, part: Settings, dim: int, site: Site) -> None:
+    def __init__(self, part: Settings, dim: int, spec: PartSpec) -> None:
         super().__init__()
-        self.gate_up = Packed(2 * part["width"], dim, site)
-        self.down = Packed(dim, part["width"], site)
+        self.gate_up = Packed(2 * part["width"], dim, spec)
+        self.down = Packed(dim, part["width"], spec)
 
     def forward(self, h: Tensor, limit: float) -> Tensor:
         """Transform (T, dim)."""
@@ -93,15 +93,15 @@ class Experts(nn.Module):
     name = "experts"
 
     def __init__(
-        self, part: Settings, site: Site, dim: int | None = None, query: int | None = None
+        self, part: Settings, spec: PartSpec, dim: int | None = None, query: int | None = None
     ) -> None:
         super().__init__()
-        dim, width, self.experts = dim or site.dim, part["width"], part["experts"]
+        dim, width, self.experts = dim or spec.dim, part["width"], part["experts"]
         self.limit = LIMIT if part["clamp"] else math.inf
-        self.gate = Gate(part, query or site.dim, site)
-        self.gate_up = Packed(self.experts * 2 * width, dim, site)
-        self.down = Packed(self.experts * dim, width, site)
-        self.shared = SharedExpert(part, dim, site) if part["shared"] else None
+        self.gate = Gate(part, query or spec.dim, spec)
+        self.gate_up = Packed(self.experts * 2 * width, dim, spec)
+        self.down = Packed(self.experts * dim, width, spec)
+        self.shared = SharedExpert(part, dim, spec) if part["shared"] else None
 
     def forward(self, x: Tensor, h: Tensor, reading: Reading) -> Tensor:
         """Send positions of h, (T, dim), to experts that queries x, (T, query), choose."""

@@ -36,7 +36,7 @@ class ExpertWeight(StreamedTensor, LowPrecision):
         experts: int,
         out_features: int,
         in_features: int,
-        site: LayerSpec,
+        spec: LayerSpec,
         *,
         area: str,
         std: float | None = None,
@@ -44,7 +44,7 @@ class ExpertWeight(StreamedTensor, LowPrecision):
         super().__init__(
             experts * out_features,
             in_features,
-            site,
+            spec,
             area=area,
             std=std or projection_std(in_features),
             matrices=experts,

@@ -55,27 +55,27 @@ class Codebook(nn.Module):
 
     Args:
         config: configuration of heads, keys and rows.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         area: parameter group of the tensors.
     """
 
     draws = ("norm", "query", "query_norm", "left", "right", "table", "sub_norm", "output")
 
-    def __init__(self, config: CodebookConfig, site: LayerSpec, area: str) -> None:
+    def __init__(self, config: CodebookConfig, spec: LayerSpec, area: str) -> None:
         super().__init__()
-        layers, self.area = layers_for(site), area
+        layers, self.area = layers_for(spec), area
         self.heads, self.key_dim, self.top_k = config.heads, config.key_width, config.top_k
         halves, width, values_dim = config.halves, config.width, config.heads * config.width
-        self.norm = layers.norm(site.dim, site)
+        self.norm = layers.norm(spec.dim, spec)
         queries = config.heads * 2 * config.key_width
-        self.query = layers.linear(queries, site.dim, site, area=area)
-        self.query_norm = layers.norm(config.key_width, site)
-        self.left = layers.linear(halves[0], config.key_width, site, area=area)
-        self.right = layers.linear(halves[1], config.key_width, site, area=area)
-        self.table = layers.table(halves[0] * halves[1], width, site, area=area)
-        self.sub_norm = layers.norm(values_dim, site)
-        std = output_std(values_dim, site.depth)
-        self.output = layers.linear(site.dim, values_dim, site, area=area, std=std)
+        self.query = layers.linear(queries, spec.dim, spec, area=area)
+        self.query_norm = layers.norm(config.key_width, spec)
+        self.left = layers.linear(halves[0], config.key_width, spec, area=area)
+        self.right = layers.linear(halves[1], config.key_width, spec, area=area)
+        self.table = layers.table(halves[0] * halves[1], width, spec, area=area)
+        self.sub_norm = layers.norm(values_dim, spec)
+        std = output_std(values_dim, spec.depth)
+        self.output = layers.linear(spec.dim, values_dim, spec, area=area, std=std)
 
     def forward(self, x: Tensor) -> Found:
         """Look up the memory for a stream, (B, T, D)."""

@@ -55,10 +55,10 @@ class CodebookConfig(PartConfig):
                 fields=("top_k",),
             )
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
-        keys = self.heads * self.key_width * (2 * site.dim + sum(self.halves))
-        return keys + self.heads * self.width * site.dim
+        keys = self.heads * self.key_width * (2 * spec.dim + sum(self.halves))
+        return keys + self.heads * self.width * spec.dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +83,9 @@ class QuantiserConfig(PartConfig):
         """Number of codes."""
         return self.codes
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
-        return self.width * (2 * site.dim + self.codes)
+        return self.width * (2 * spec.dim + self.codes)
 
 
 BookConfig = CodebookConfig | QuantiserConfig
@@ -137,18 +137,18 @@ class IteratedConfig(PartConfig):
         """Whether experts are selected by a hash of the text's bytes."""
         return self.experts is not None and self.experts.reads_text
 
-    def products_with(self, site: LayerSpec, code_width: int) -> float:
+    def products_with(self, spec: LayerSpec, code_width: int) -> float:
         """Return the number of multiplications per position, with codes of a width."""
-        inward, inner = self.adapter_rank + 1, site.dim * self.adapter_rank
+        inward, inner = self.adapter_rank + 1, spec.dim * self.adapter_rank
         if self.experts:
             inward += self.expert_dim + self.gate_dim
-            inner += site.dim * self.expert_dim
+            inner += spec.dim * self.expert_dim
             inner += self.experts.products_of(self.expert_dim, self.gate_dim)
         if self.edges:
-            inner += site.dim * code_width
+            inner += spec.dim * code_width
             inner += code_width * self.gate_dim * self.graph_gate
             inner += code_width * self.adapter_rank * self.graph_adapters
-        return self.iterations * (inner + site.dim * inward)
+        return self.iterations * (inner + spec.dim * inward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,12 +193,12 @@ class MemoriesConfig(BetweenConfig):
         """Whether experts are selected by a hash of the text's bytes."""
         return self.iterated is not None and self.iterated.reads_text
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
-        total = sum(book.products(site, positions) for book in self.codebooks.values())
+        total = sum(book.products(spec, positions) for book in self.codebooks.values())
         if self.iterated:
             width = self.codebook.width if self.codebook else 0
-            total += self.iterated.products_with(site, width)
+            total += self.iterated.products_with(spec, width)
         return total
 
 
@@ -213,9 +213,9 @@ class SequencerConfig(PartConfig):
     width: int
     """Width of a row."""
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
-        return site.dim * self.width
+        return spec.dim * self.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +228,6 @@ class MemGramConfig(PartConfig):
     rows: int = 65536
     """Number of entries."""
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
-        return site.dim**2
+        return spec.dim**2

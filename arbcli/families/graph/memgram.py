@@ -35,15 +35,15 @@ class MemGram(StepMemory):
     symbol: Tensor
     strength: Tensor
 
-    def __init__(self, config: MemGramConfig, site: LayerSpec) -> None:
+    def __init__(self, config: MemGramConfig, spec: LayerSpec) -> None:
         super().__init__(area="memgram")
         for name in ("symbol", "strength"):
             self.declare(name, torch.zeros(config.rows, dtype=torch.int8), "counters")
-        layers = layers_for(site)
-        self.table = layers.table(VOCABULARY, site.dim, site, area="memgram")
-        self.norm = layers.norm(site.dim, site)
-        std = output_std(site.dim, site.depth)
-        self.output = layers.linear(site.dim, site.dim, site, area="memgram", std=std)
+        layers = layers_for(spec)
+        self.table = layers.table(VOCABULARY, spec.dim, spec, area="memgram")
+        self.norm = layers.norm(spec.dim, spec)
+        std = output_std(spec.dim, spec.depth)
+        self.output = layers.linear(spec.dim, spec.dim, spec, area="memgram", std=std)
         self.forget()
 
     def forget(self) -> None:

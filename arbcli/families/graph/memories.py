@@ -23,7 +23,7 @@ class Memories(nn.Module):
 
     Args:
         config: the memories; None for a router alone.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         router: whether there is a router.
     """
 
@@ -31,19 +31,19 @@ class Memories(nn.Module):
     codebook: Codebook | Quantiser | None
     knowledge: Codebook | Quantiser | None
 
-    def __init__(self, config: MemoriesConfig | None, site: LayerSpec, router: bool) -> None:
+    def __init__(self, config: MemoriesConfig | None, spec: LayerSpec, router: bool) -> None:
         super().__init__()
         self.config = config
-        books, between = (config.codebooks, config.own_site(site)) if config else ({}, site)
+        books, between = (config.codebooks, config.own_spec(spec)) if config else ({}, spec)
         for name in ("codebook", "knowledge"):
             book = build_part(books[name], between, name) if name in books else None
             self.register_module(name, book)
         self.moe_graph = None
         if config and config.iterated:
             width = config.codebook.width if config.codebook else None
-            own_site = config.iterated.own_site(between)
-            self.moe_graph = MoEGraph(config.iterated, own_site, width)
-        self.router = Router(2 + len(books), site) if router else None
+            own_spec = config.iterated.own_spec(between)
+            self.moe_graph = MoEGraph(config.iterated, own_spec, width)
+        self.router = Router(2 + len(books), spec) if router else None
 
     def forward(
         self,

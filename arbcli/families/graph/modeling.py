@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from arbcli.families.experts.modeling import Experts
 from arbcli.interop.huggingface.modeling_core import (
     Packed,
+    PartSpec,
     Reading,
     Settings,
-    Site,
     ngram_rows,
     norm,
     wide,
@@ -28,11 +28,11 @@ ROUTER_BIAS = 3.0
 class Sequencer(nn.Module):
     """The projected sum of the table's rows of a position's n-grams."""
 
-    def __init__(self, part: Settings, site: Site) -> None:
+    def __init__(self, part: Settings, spec: PartSpec) -> None:
         super().__init__()
         self.rows = part["rows"]
-        self.table = Packed(part["rows"], part["width"], site)
-        self.projection = Packed(site.dim, part["width"], site)
+        self.table = Packed(part["rows"], part["width"], spec)
+        self.projection = Packed(spec.dim, part["width"], spec)
 
     def forward(self, text: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute what is added to the embedding of a text, (T, D)."""
@@ -49,12 +49,12 @@ class MemGram(nn.Module):
     symbol: Tensor
     strength: Tensor
 
-    def __init__(self, part: Settings, site: Site) -> None:
+    def __init__(self, part: Settings, spec: PartSpec) -> None:
         super().__init__()
         for name in ("symbol", "strength"):
             self.register_buffer(name, torch.empty(part["rows"], dtype=torch.int8))
-        self.table = Packed(BYTES, site.dim, site)
-        self.output = Packed(site.dim, site.dim, site)
+        self.table = Packed(BYTES, spec.dim, spec)
+        self.output = Packed(spec.dim, spec.dim, spec)
 
     def forward(self, text: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute what is added to the embedding of a text, (T, D)."""
@@ -69,15 +69,15 @@ class MemGram(nn.Module):
 class Codebook(nn.Module):
     """Weighted sums of the rows of a table whose product keys score best."""
 
-    def __init__(self, part: Settings, site: Site) -> None:
+    def __init__(self, part: Settings, spec: PartSpec) -> None:
         super().__init__()
         self.heads, self.key_width, self.top_k = part["heads"], part["key_width"], part["top_k"]
         halves, width = part["halves"], part["width"]
-        self.query = Packed(self.heads * 2 * self.key_width, site.dim, site)
-        self.left = Packed(halves[0], self.key_width, site)
-        self.right = Packed(halves[1], self.key_width, site)
-        self.table = Packed(halves[0] * halves[1], width, site)
-        self.output = Packed(site.dim, self.heads * width, site)
+        self.query = Packed(self.heads * 2 * self.key_width, spec.dim, spec)
+        self.left = Packed(halves[0], self.key_width, spec)
+        self.right = Packed(halves[1], self.key_width, spec)
+        self.table = Packed(halves[0] * halves[1], width, spec)
+        self.output = Packed(spec.dim, self.heads * width, spec)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the result, (T, D), and of the first head the best rows and their shares, (T,)."""
@@ -112,11 +112,11 @@ class Quantiser(nn.Module):
 
     codes: Tensor
 
-    def __init__(self, part: Settings, site: Site) -> None:
+    def __init__(self, part: Settings, spec: PartSpec) -> None:
         super().__init__()
-        self.query = Packed(part["width"], site.dim, site)
+        self.query = Packed(part["width"], spec.dim, spec)
         self.register_buffer("codes", torch.empty(part["codes"], part["width"], dtype=torch.int8))
-        self.output = Packed(site.dim, part["width"], site)
+        self.output = Packed(spec.dim, part["width"], spec)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the result, (T, D), the code of each position, (T,) int64, and ones."""
@@ -167,25 +167,25 @@ class Edges(nn.Module):
 class Iterated(nn.Module):
     """Iterated experts, adapters and a graph of codes, until enough of a position has halted."""
 
-    def __init__(self, part: Settings, site: Site, code_width: int) -> None:
+    def __init__(self, part: Settings, spec: PartSpec, code_width: int) -> None:
         super().__init__()
         self.part, mixture, rank = part, part["experts"], part["adapter_rank"]
         width, query = (part["expert_dim"], part["gate_dim"]) if mixture else (0, 0)
         self.sizes = width, query, rank, 1
-        self.inward = Packed(sum(self.sizes), site.dim, site)
+        self.inward = Packed(sum(self.sizes), spec.dim, spec)
         if mixture:
-            self.experts = Experts(mixture, site, width, query)
-            self.output = Packed(site.dim, width, site)
+            self.experts = Experts(mixture, spec, width, query)
+            self.output = Packed(spec.dim, width, spec)
         self.adapters = nn.ModuleList(
-            Packed(site.dim, rank, site) for _ in range(part["iterations"])
+            Packed(spec.dim, rank, spec) for _ in range(part["iterations"])
         )
         if part["edges"]:
             self.edges = Edges(part["edges"])
-            self.message = Packed(site.dim, code_width, site)
+            self.message = Packed(spec.dim, code_width, spec)
         if part["graph_gate"]:
-            self.edge_query = Packed(query, code_width, site)
+            self.edge_query = Packed(query, code_width, spec)
         if part["graph_adapters"]:
-            self.edge_scale = Packed(rank, code_width, site)
+            self.edge_scale = Packed(rank, code_width, spec)
 
     def forward(
         self,
@@ -248,9 +248,9 @@ class Iterated(nn.Module):
 class Router(nn.Module):
     """Mixes taps of the stream by scores of the first, which is the stream as it ends."""
 
-    def __init__(self, taps: int, site: Site) -> None:
+    def __init__(self, taps: int, spec: PartSpec) -> None:
         super().__init__()
-        self.scores = Packed(taps, site.dim, site)
+        self.scores = Packed(taps, spec.dim, spec)
 
     def forward(self, taps: list[Tensor]) -> Tensor:
         """Mix (T, D) taps."""
@@ -266,16 +266,16 @@ BOOKS = {"codebook": Codebook, "quantiser": Quantiser}
 class Between(nn.Module):
     """Codebooks that read the same stream and iterated experts between blocks, and a router."""
 
-    def __init__(self, part: Settings | None, router: bool, site: Site) -> None:
+    def __init__(self, part: Settings | None, router: bool, spec: PartSpec) -> None:
         super().__init__()
         self.part = part = part or {}
         self.books = [name for name in ("codebook", "knowledge") if part.get(name)]
         for name in self.books:
-            self.add_module(name, BOOKS[part[name]["kind"]](part[name], site))
+            self.add_module(name, BOOKS[part[name]["kind"]](part[name], spec))
         if part.get("iterated"):
             width = part["codebook"]["width"] if part["codebook"] else 0
-            self.moe_graph = Iterated(part["iterated"], site, width)
-        self.router = Router(2 + len(self.books), site) if router else None
+            self.moe_graph = Iterated(part["iterated"], spec, width)
+        self.router = Router(2 + len(self.books), spec) if router else None
 
     def forward(
         self, run: Callable[[Tensor, slice], Tensor], x: Tensor, reading: Reading

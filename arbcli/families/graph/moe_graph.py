@@ -63,7 +63,7 @@ class MoEGraph(nn.Module):
 
     Args:
         config: configuration of iterations, experts and graph.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         code_width: width of a row of the codebook whose codes are the nodes; None without a graph.
     """
 
@@ -81,27 +81,27 @@ class MoEGraph(nn.Module):
         "edge_scale",
     )
 
-    def __init__(self, config: IteratedConfig, site: LayerSpec, code_width: int | None) -> None:
+    def __init__(self, config: IteratedConfig, spec: LayerSpec, code_width: int | None) -> None:
         super().__init__()
-        self.config, area, layers = config, "moe_graph", layers_for(site)
+        self.config, area, layers = config, "moe_graph", layers_for(spec)
         width = config.expert_dim if config.experts else 0
 
         def linear(out_features: int, in_features: int, std: float | None = None) -> nn.Module:
-            return layers.linear(out_features, in_features, site, area=area, std=std)
+            return layers.linear(out_features, in_features, spec, area=area, std=std)
 
         def stream_layer(in_features: int) -> nn.Module:
-            return linear(site.dim, in_features, output_std(in_features, site.depth))
+            return linear(spec.dim, in_features, output_std(in_features, spec.depth))
 
         query = config.gate_dim if config.experts else 0
         self.parts = (width, query, config.adapter_rank, 1)
-        self.norm = layers.norm(site.dim, site)
-        self.inward = linear(sum(self.parts), site.dim)
+        self.norm = layers.norm(spec.dim, spec)
+        self.inward = linear(sum(self.parts), spec.dim)
         if config.experts:
-            own_site = config.experts.own_site(site)
-            self.experts = Experts(config.experts, own_site, width, query, area)
-            self.sub_norm = layers.norm(width, site)
+            own_spec = config.experts.own_spec(spec)
+            self.experts = Experts(config.experts, own_spec, width, query, area)
+            self.sub_norm = layers.norm(width, spec)
             self.output = stream_layer(width)
-        self.adapter_norm = layers.norm(config.adapter_rank, site)
+        self.adapter_norm = layers.norm(config.adapter_rank, spec)
         self.adapters = nn.ModuleList(
             stream_layer(config.adapter_rank) for _ in range(config.iterations)
         )
@@ -109,7 +109,7 @@ class MoEGraph(nn.Module):
             if code_width is None:
                 raise ValueError("a graph of codes needs the width of a codebook")
             self.edges = Edges(config.edges)
-            self.message_norm = layers.norm(code_width, site)
+            self.message_norm = layers.norm(code_width, spec)
             self.message = stream_layer(code_width)
         self.edge_query = self.edge_scale = None
         if config.graph_gate and code_width is not None:

@@ -50,7 +50,7 @@ class Quantiser(StepMemory):
 
     Args:
         config: configuration of the codes.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         area: parameter group of the tensors.
     """
 
@@ -61,18 +61,18 @@ class Quantiser(StepMemory):
     lives: Tensor
     hand: Tensor
 
-    def __init__(self, config: QuantiserConfig, site: LayerSpec, area: str) -> None:
+    def __init__(self, config: QuantiserConfig, spec: LayerSpec, area: str) -> None:
         super().__init__(area)
-        layers, self.config = layers_for(site), config
-        self.norm = layers.norm(site.dim, site)
-        self.query = layers.linear(config.width, site.dim, site, area=area)
+        layers, self.config = layers_for(spec), config
+        self.norm = layers.norm(spec.dim, spec)
+        self.query = layers.linear(config.width, spec.dim, spec, area=area)
         self.declare("codes", torch.zeros(config.codes, config.width, dtype=torch.int8), "codes")
         for name in ("uses", "lives"):
             self.declare(name, torch.zeros(config.codes, 1, dtype=torch.int8), "counters")
         self.declare("hand", torch.zeros(1, dtype=torch.int32), "counters")
-        self.sub_norm = layers.norm(config.width, site)
-        std = output_std(config.width, site.depth)
-        self.output = layers.linear(site.dim, config.width, site, area=area, std=std)
+        self.sub_norm = layers.norm(config.width, spec)
+        std = output_std(config.width, spec.depth)
+        self.output = layers.linear(spec.dim, config.width, spec, area=area, std=std)
         self.forget()
 
     def forget(self) -> None:

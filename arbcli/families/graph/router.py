@@ -15,11 +15,11 @@ class Router(nn.Module):
 
     draws = ("norm", "scores")
 
-    def __init__(self, streams: int, site: LayerSpec) -> None:
+    def __init__(self, streams: int, spec: LayerSpec) -> None:
         super().__init__()
-        layers = layers_for(site)
-        self.norm = layers.norm(site.dim, site)
-        self.scores = layers.linear(streams, site.dim, site, area="router")
+        layers = layers_for(spec)
+        self.norm = layers.norm(spec.dim, spec)
+        self.scores = layers.linear(streams, spec.dim, spec, area="router")
 
     def forward(self, streams: list[Tensor]) -> Tensor:
         """Mix streams, (B, T, D) each; the first one determines the weights, mostly its own."""

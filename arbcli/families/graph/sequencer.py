@@ -17,12 +17,12 @@ class TextSequencer(nn.Module):
 
     draws = ("table", "norm", "projection")
 
-    def __init__(self, config: SequencerConfig, site: LayerSpec) -> None:
+    def __init__(self, config: SequencerConfig, spec: LayerSpec) -> None:
         super().__init__()
-        layers, self.rows = layers_for(site), config.rows
-        self.table = layers.table(config.rows, config.width, site, area="sequencer")
-        self.norm = layers.norm(config.width, site)
-        self.projection = layers.linear(site.dim, config.width, site, area="sequencer")
+        layers, self.rows = layers_for(spec), config.rows
+        self.table = layers.table(config.rows, config.width, spec, area="sequencer")
+        self.norm = layers.norm(config.width, spec)
+        self.projection = layers.linear(spec.dim, config.width, spec, area="sequencer")
 
     def forward(self, text: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """Look up the n-grams that end at the last positions.

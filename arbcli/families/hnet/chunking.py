@@ -81,10 +81,10 @@ class BoundaryRouter(nn.Module):
     diagonal.
     """
 
-    def __init__(self, site: LayerSpec) -> None:
+    def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         options = {"area": "chunking", "spread": 0.0, "low_precision": False}
-        self.query_key = layers_for(site).linear(2 * site.dim, site.dim, site, **options)
+        self.query_key = layers_for(spec).linear(2 * spec.dim, spec.dim, spec, **options)
 
     def forward(self, x: Tensor) -> Routed:
         """Compute the chunk boundaries of a normalised stream, (B, T, D)."""

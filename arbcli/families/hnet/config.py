@@ -79,13 +79,13 @@ class ChunkingConfig(SplitConfig):
         share = 1 if self.boundaries == "every" else SPARE_SLOTS
         return math.ceil(positions * share / self.length)
 
-    def products_with(self, site: LayerSpec, inner: int, positions: float) -> float:
+    def products_with(self, spec: LayerSpec, inner: int, positions: float) -> float:
         """Return the multiplications per window: router, residual, and projections in and out.
 
         Args:
-            site: site of the outer stage.
+            spec: spec of the outer stage.
             inner: width of the next stage.
             positions: number of positions in a window of the outer stage.
         """
-        position_products = site.dim**2 * (3 if self.boundaries == "learned" else 1)
-        return positions * position_products + positions / self.length * 2 * site.dim * inner
+        position_products = spec.dim**2 * (3 if self.boundaries == "learned" else 1)
+        return positions * position_products + positions / self.length * 2 * spec.dim * inner

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from arbcli.interop.huggingface.modeling_core import (
     Inner,
     Packed,
+    PartSpec,
     Reading,
     Settings,
-    Site,
     Stack,
     norm,
     vector,
@@ -23,9 +23,9 @@ EPS = 1e-6
 class Router(nn.Module):
     """Computes how likely a chunk begins, from the queries and keys of neighbours."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, spec: PartSpec) -> None:
         super().__init__()
-        self.query_key = Packed(2 * site.dim, site.dim, site)
+        self.query_key = Packed(2 * spec.dim, spec.dim, spec)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute (T,) float32 probabilities from the normalised stream, (T, D)."""
@@ -39,16 +39,16 @@ class Router(nn.Module):
 class Stage(nn.Module):
     """Encoder, chunks with the stages inside, and decoder."""
 
-    def __init__(self, stage: Settings, site: Site, inner: int) -> None:
+    def __init__(self, stage: Settings, spec: PartSpec, inner: int) -> None:
         super().__init__()
         self.chunking = stage["chunking"]
-        self.encoder = Stack(stage["before"], stage, site)
-        self.router = Router(site) if self.chunking["boundaries"] == "learned" else None
-        self.inward = Packed(inner, site.dim, site)
-        self.outward_norm = vector(inner) if site.config.norm_gain else None
-        self.outward = Packed(site.dim, inner, site)
-        self.residual = Packed(site.dim, site.dim, site)
-        self.decoder = Stack(stage["after"], stage, site)
+        self.encoder = Stack(stage["before"], stage, spec)
+        self.router = Router(spec) if self.chunking["boundaries"] == "learned" else None
+        self.inward = Packed(inner, spec.dim, spec)
+        self.outward_norm = vector(inner) if spec.config.norm_gain else None
+        self.outward = Packed(spec.dim, inner, spec)
+        self.residual = Packed(spec.dim, spec.dim, spec)
+        self.decoder = Stack(stage["after"], stage, spec)
 
     def forward(self, x: Tensor, reading: Reading, inside: Inner) -> Tensor:
         """Pass the stream, (T, D), through the stage, and chunks through those inside."""

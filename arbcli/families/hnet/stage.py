@@ -55,16 +55,16 @@ class Stage(nn.Module, JoinedStatistics):
         super().__init__()
         stage = config.stages[index]
         self.chunking, self.index, self.config = config.chunkings[index], index, config
-        outer = config.site(index, len(stage.before))
-        site, inner = self.chunking.own_site(outer), config.site(index + 1)
-        parts = layers_for(site)
+        outer = config.layer_spec(index, len(stage.before))
+        spec, inner = self.chunking.own_spec(outer), config.layer_spec(index + 1)
+        parts = layers_for(spec)
         self.encoder = Stack(stage.before, stage, outer)
-        self.router = BoundaryRouter(site) if self.chunking.boundaries == "learned" else None
-        self.inward = parts.linear(inner.dim, site.dim, site, area="chunking")
+        self.router = BoundaryRouter(spec) if self.chunking.boundaries == "learned" else None
+        self.inward = parts.linear(inner.dim, spec.dim, spec, area="chunking")
         self.outward_norm = parts.norm(inner.dim, inner)
-        self.outward = parts.linear(site.dim, inner.dim, site, area="chunking")
-        self.residual = parts.linear(site.dim, site.dim, site, spread=0.0, area="chunking")
-        self.decoder = Stack(stage.after, stage, config.site(index, len(stage.after)))
+        self.outward = parts.linear(spec.dim, inner.dim, spec, area="chunking")
+        self.residual = parts.linear(spec.dim, spec.dim, spec, spread=0.0, area="chunking")
+        self.decoder = Stack(stage.after, stage, config.layer_spec(index, len(stage.after)))
 
     def forward(
         self,

@@ -42,19 +42,19 @@ class LatentAttention(CachedAttention):
     name = "attention"
     steps_fused = True
 
-    def __init__(self, config: LatentAttentionConfig, site: LayerSpec) -> None:
+    def __init__(self, config: LatentAttentionConfig, spec: LayerSpec) -> None:
         super().__init__()
-        parts, dim = layers_for(site), site.dim
-        self.heads, self.head_dim = config.heads, config.head_width(site)
+        parts, dim = layers_for(spec), spec.dim
+        self.heads, self.head_dim = config.heads, config.head_width(spec)
         self.latent, self.rotary = config.latent, config.rotary
-        self.still, self.causal = self.head_dim - self.rotary, site.causal
-        self.query_down = parts.linear(dim + self.latent + self.rotary, dim, site, area="attention")
-        self.latent_norm = parts.norm(self.latent, site)
+        self.still, self.causal = self.head_dim - self.rotary, spec.causal
+        self.query_down = parts.linear(dim + self.latent + self.rotary, dim, spec, area="attention")
+        self.latent_norm = parts.norm(self.latent, spec)
         up = self.heads * (self.still + self.head_dim)
-        self.up = parts.linear(up, self.latent, site, area="attention")
-        self.sub_norm = parts.norm(dim, site) if config.sub_norm else None
+        self.up = parts.linear(up, self.latent, spec, area="attention")
+        self.sub_norm = parts.norm(dim, spec) if config.sub_norm else None
         self.output = parts.linear(
-            dim, dim, site, area="attention", std=output_std(dim, site.depth)
+            dim, dim, spec, area="attention", std=output_std(dim, spec.depth)
         )
 
     def forward(

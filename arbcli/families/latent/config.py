@@ -27,10 +27,10 @@ class LatentAttentionConfig(PartConfig):
     sub_norm: bool = True
     """Whether a norm precedes the output projection."""
 
-    def check_at(self, site: LayerSpec) -> None:
+    def check_at(self, spec: LayerSpec) -> None:
         """Check that the rotated part fits a head; see `PartConfig.check_at`."""
-        check_heads(self.heads, site)
-        width = self.head_width(site)
+        check_heads(self.heads, spec)
+        width = self.head_width(spec)
         if self.rotary % 2 or self.rotary > width:
             raise ArbError(
                 f"of {width} numbers of a head, {self.rotary} cannot be rotated",
@@ -38,16 +38,16 @@ class LatentAttentionConfig(PartConfig):
                 fields=("dim", "heads"),
             )
 
-    def head_width(self, site: LayerSpec) -> int:
+    def head_width(self, spec: LayerSpec) -> int:
         """Width of a head."""
-        return site.dim // self.heads
+        return spec.dim // self.heads
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
-        down = site.dim * (site.dim + self.latent + self.rotary)
-        up = self.latent * (2 * site.dim - self.heads * self.rotary)
-        return down + up + site.dim**2 + 2 * site.dim * positions
+        down = spec.dim * (spec.dim + self.latent + self.rotary)
+        up = self.latent * (2 * spec.dim - self.heads * self.rotary)
+        return down + up + spec.dim**2 + 2 * spec.dim * positions
 
-    def saved_width(self, site: LayerSpec) -> int:
+    def saved_width(self, spec: LayerSpec) -> int:
         """Return the widths of input, queries, keys, values and output."""
-        return 5 * site.dim
+        return 5 * spec.dim

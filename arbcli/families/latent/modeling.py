@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from arbcli.interop.huggingface.modeling_core import (
     Packed,
+    PartSpec,
     Reading,
     Settings,
-    Site,
     attention_shares,
     mixed,
     norm,
@@ -23,15 +23,15 @@ class LatentAttention(nn.Module):
 
     name = "attention"
 
-    def __init__(self, part: Settings, site: Site) -> None:
+    def __init__(self, part: Settings, spec: PartSpec) -> None:
         super().__init__()
-        self.heads, self.width = part["heads"], site.dim // part["heads"]
-        self.still, self.ctx, self.causal = self.width - part["rotary"], site.ctx, site.causal
-        self.sizes = site.dim, part["latent"], part["rotary"]
+        self.heads, self.width = part["heads"], spec.dim // part["heads"]
+        self.still, self.ctx, self.causal = self.width - part["rotary"], spec.ctx, spec.causal
+        self.sizes = spec.dim, part["latent"], part["rotary"]
         self.sub_norm = part["sub_norm"]
-        self.query_down = Packed(sum(self.sizes), site.dim, site)
-        self.up = Packed(self.heads * (self.still + self.width), part["latent"], site)
-        self.output = Packed(site.dim, site.dim, site)
+        self.query_down = Packed(sum(self.sizes), spec.dim, spec)
+        self.up = Packed(self.heads * (self.still + self.width), part["latent"], spec)
+        self.output = Packed(spec.dim, spec.dim, spec)
 
     def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
         """Attend over the normalised stream, (T, D)."""

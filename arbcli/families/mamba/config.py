@@ -25,20 +25,20 @@ class MambaConfig(PartConfig):
     states: int = 64
     """State size per channel."""
 
-    def check_at(self, site: LayerSpec) -> None:
+    def check_at(self, spec: LayerSpec) -> None:
         """Check that the heads divide the stream; see `PartConfig.check_at`."""
-        check_heads(self.heads, site)
+        check_heads(self.heads, spec)
 
-    def head_width(self, site: LayerSpec) -> int:
+    def head_width(self, spec: LayerSpec) -> int:
         """Width of a head."""
-        return site.dim // self.heads
+        return spec.dim // self.heads
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position, with the scan as a recurrence."""
-        inner = EXPAND * site.dim
-        projection = site.dim * (2 * inner + 2 * self.states + EXPAND * self.heads)
-        return projection + inner * site.dim + 2 * self.states * inner
+        inner = EXPAND * spec.dim
+        projection = spec.dim * (2 * inner + 2 * self.states + EXPAND * self.heads)
+        return projection + inner * spec.dim + 2 * self.states * inner
 
-    def saved_width(self, site: LayerSpec) -> int:
+    def saved_width(self, spec: LayerSpec) -> int:
         """Return the widths of the input and the inner projections."""
-        return site.dim + 2 * EXPAND * site.dim
+        return spec.dim + 2 * EXPAND * spec.dim

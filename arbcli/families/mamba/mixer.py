@@ -57,22 +57,22 @@ class Mamba(Part):
     norm_name = "norm"
     steps_fused = True
 
-    def __init__(self, config: MambaConfig, site: LayerSpec) -> None:
+    def __init__(self, config: MambaConfig, spec: LayerSpec) -> None:
         super().__init__()
-        self.heads, self.inner = EXPAND * config.heads, EXPAND * site.dim
+        self.heads, self.inner = EXPAND * config.heads, EXPAND * spec.dim
         self.states = config.states
         self.mixed = self.inner + 2 * self.states
         rates, biases = mamba_values(self.heads)
-        parts = layers_for(site)
+        parts = layers_for(spec)
         projected = self.inner + self.mixed + self.heads
-        self.projection = parts.linear(projected, site.dim, site, area="mamba")
-        self.taps = parts.taps(self.mixed, TAPS, site, area="mamba")
-        self.rate = parts.vector(rates, site, area="mamba")
-        self.bias = parts.vector(biases, site, area="mamba")
-        self.skip = parts.vector([1.0] * self.heads, site, area="mamba")
-        self.gate = parts.gate(self.inner, site, normalise=True)
-        std = projection_std(self.inner) / math.sqrt(site.depth)  # one output per block, not two
-        self.output = parts.linear(site.dim, self.inner, site, std=std, area="mamba")
+        self.projection = parts.linear(projected, spec.dim, spec, area="mamba")
+        self.taps = parts.taps(self.mixed, TAPS, spec, area="mamba")
+        self.rate = parts.vector(rates, spec, area="mamba")
+        self.bias = parts.vector(biases, spec, area="mamba")
+        self.skip = parts.vector([1.0] * self.heads, spec, area="mamba")
+        self.gate = parts.gate(self.inner, spec, normalise=True)
+        std = projection_std(self.inner) / math.sqrt(spec.depth)  # one output per block, not two
+        self.output = parts.linear(spec.dim, self.inner, spec, std=std, area="mamba")
 
     def forward(
         self,

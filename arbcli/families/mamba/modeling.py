@@ -6,9 +6,9 @@ from torch.nn import functional
 
 from arbcli.interop.huggingface.modeling_core import (
     Packed,
+    PartSpec,
     Reading,
     Settings,
-    Site,
     norm,
     vector,
     wide,
@@ -24,18 +24,18 @@ class Mamba(nn.Module):
 
     name, norm_name = "mamba", "norm"
 
-    def __init__(self, part: Settings, site: Site) -> None:
+    def __init__(self, part: Settings, spec: PartSpec) -> None:
         super().__init__()
         self.inner, self.heads, self.states = (
-            EXPAND * site.dim,
+            EXPAND * spec.dim,
             EXPAND * part["heads"],
             part["states"],
         )
         self.mixed = self.inner + 2 * self.states
-        self.projection = Packed(self.inner + self.mixed + self.heads, site.dim, site)
+        self.projection = Packed(self.inner + self.mixed + self.heads, spec.dim, spec)
         self.taps = nn.Parameter(torch.empty(self.mixed, TAPS))
         self.rate, self.bias, self.skip = (vector(self.heads) for _ in range(3))
-        self.output = Packed(site.dim, self.inner, site)
+        self.output = Packed(spec.dim, self.inner, spec)
 
     def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
         """Mix positions of the normalised stream, (T, D)."""

@@ -14,7 +14,7 @@ def check_masked(model: ModelConfig) -> None:
     """
     reasons = {
         f"`{part.kind}`": part.causal or "it reads the bytes before a position"
-        for _, part in model.sited_parts()
+        for _, part in model.specs_and_parts()
         if part.causal or part.reads_text
     }
     for name, is_there, why in (

@@ -59,6 +59,6 @@ class CompositeConfig(PartConfig):
                     fields=(name,),
                 )
 
-    def products(self, site: LayerSpec, positions: float) -> float:
+    def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
-        return site.dim * len(KINDS) * (BYTES + 1)
+        return spec.dim * len(KINDS) * (BYTES + 1)

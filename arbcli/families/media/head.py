@@ -32,10 +32,10 @@ class CompositeHead(nn.Module):
 
     draws = ("heads", "gate")
 
-    def __init__(self, _config: CompositeConfig, site: LayerSpec) -> None:
+    def __init__(self, _config: CompositeConfig, spec: LayerSpec) -> None:
         super().__init__()
-        self.heads = linear_head(len(KINDS) * BYTES, site, area="head")
-        self.gate = linear_head(len(KINDS), site, area="head")
+        self.heads = linear_head(len(KINDS) * BYTES, spec, area="head")
+        self.gate = linear_head(len(KINDS), spec, area="head")
 
     def forward(self, x: Tensor, norm: nn.Module) -> Heads:
         """Compute log-probabilities from norm(x), with x (B, T, D)."""

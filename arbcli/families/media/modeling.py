@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from arbcli.interop.huggingface.modeling_core import Packed, Site, wide
+from arbcli.interop.huggingface.modeling_core import Packed, PartSpec, wide
 
 KINDS, BYTES = 3, 256
 
@@ -11,10 +11,10 @@ KINDS, BYTES = 3, 256
 class CompositeHead(nn.Module):
     """Mixes the predictions of heads for text, sounds and pictures by a gate."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, spec: PartSpec) -> None:
         super().__init__()
-        self.heads = Packed(KINDS * BYTES, site.dim, site)
-        self.gate = Packed(KINDS, site.dim, site)
+        self.heads = Packed(KINDS * BYTES, spec.dim, spec)
+        self.gate = Packed(KINDS, spec.dim, spec)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute log-probabilities of the mixture, (T, 256), from the normalised stream."""

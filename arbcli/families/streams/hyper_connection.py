@@ -50,22 +50,22 @@ class HyperConnection(nn.Module):
     """Mixing of residual streams around a branch.
 
     Args:
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         streams: n.
         read: index of the stream that the branch initially reads most.
     """
 
     draws = ("norm", "projection", "bias")
 
-    def __init__(self, site: LayerSpec, streams: int, read: int) -> None:
+    def __init__(self, spec: LayerSpec, streams: int, read: int) -> None:
         super().__init__()
-        layers, width = layers_for(site), streams * site.dim
-        self.stream_weights, self.mix_streams = functions_for(site)
-        self.norm = layers.norm(width, site)
+        layers, width = layers_for(spec), streams * spec.dim
+        self.stream_weights, self.mix_streams = functions_for(spec)
+        self.norm = layers.norm(width, spec)
         self.projection = layers.linear(
-            streams * (streams + 2), width, site, area="streams", spread=0.0, low_precision=False
+            streams * (streams + 2), width, spec, area="streams", spread=0.0, low_precision=False
         )
-        self.bias = layers.vector(first_biases(streams, read), site, area="streams")
+        self.bias = layers.vector(first_biases(streams, read), spec, area="streams")
 
     def forward(
         self, x: Tensor, branch: Callable[[Tensor], Tensor], *, fused: bool = False

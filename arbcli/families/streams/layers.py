@@ -57,9 +57,9 @@ def mix_streams(
     return _mix_streams(x, weights, added, gains)
 
 
-def functions_for(site: LayerSpec) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+def functions_for(spec: LayerSpec) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
     """Return `stream_weights` and `mix_streams`; those of float baselines are in plain torch."""
-    if site.weights == "ternary":
+    if spec.weights == "ternary":
         return stream_weights, mix_streams
     return stream_weights_torch, _mix_streams_of_floats
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from arbcli.interop.huggingface.modeling_core import Packed, Site, norm, vector, wide
+from arbcli.interop.huggingface.modeling_core import Packed, PartSpec, norm, vector, wide
 
 ROUNDS = 20
 LIMIT = 16.0
@@ -15,10 +15,10 @@ SLACK = 2.0**-21
 class HyperConnection(nn.Module):
     """Turns streams X into B X + c F(a X), where F is a branch of a block."""
 
-    def __init__(self, streams: int, site: Site) -> None:
+    def __init__(self, streams: int, spec: PartSpec) -> None:
         super().__init__()
         self.sizes = streams, streams, streams * streams
-        self.projection = Packed(sum(self.sizes), streams * site.dim, site)
+        self.projection = Packed(sum(self.sizes), streams * spec.dim, spec)
         self.bias = vector(sum(self.sizes))
 
     def forward(self, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:

@@ -85,7 +85,7 @@ def _dense(shape: Shape) -> dict[str, str]:
 def _parts(config: ModelConfig) -> dict[str, str]:
     """Describe a model by the kinds of its parts."""
     widths = " and ".join(str(stage.dim) for stage in config.stages)
-    kinds = ", ".join(sorted({part.kind for _, part in config.sited_parts()}))
+    kinds = ", ".join(sorted({part.kind for _, part in config.specs_and_parts()}))
     blocks = sum(len(blocks) for stage in config.stages for blocks in stage.lists)
     return {"shape": f"{blocks} blocks of width {widths}", "parts": kinds}
 

@@ -140,7 +140,7 @@ def shape_of(config: ModelConfig) -> Shape | None:
         layers=len(main.blocks),
         heads=mixer.heads,
         kv_heads=mixer.key_heads,
-        head_width=mixer.width(config.site()),
+        head_width=mixer.width(config.layer_spec()),
         rotary=mixer.rotary,
         ffn=channel.width,
         ctx=config.ctx,
@@ -186,7 +186,7 @@ def check_attention(config: ModelConfig) -> None:
     Raises:
         ArbError: none has.
     """
-    for _, part in config.sited_parts():
+    for _, part in config.specs_and_parts():
         if isinstance(part, AttentionConfig) and (unsaid := _unsaid(part)):
             raise ArbError(
                 f"GGUF has no architecture with {unsaid}",

@@ -32,7 +32,7 @@ Settings = dict[str, Any]
 """Configuration of a part."""
 
 
-class Site(NamedTuple):
+class PartSpec(NamedTuple):
     """The stream of a part, and how its weights are stored."""
 
     dim: int
@@ -78,10 +78,10 @@ class Packed(nn.Module):
     exponent: Tensor
     fraction: Tensor
 
-    def __init__(self, rows: int, columns: int, site: Site) -> None:
+    def __init__(self, rows: int, columns: int, spec: PartSpec) -> None:
         super().__init__()
-        self.columns, self.group_size = columns, site.config.group_size
-        if site.config.storage == "trits":
+        self.columns, self.group_size = columns, spec.config.group_size
+        if spec.config.storage == "trits":
             blocks, rest = divmod(columns, TRITS * PLANE)
             width = blocks * PLANE + -(-rest // TRITS)
             self.register_buffer("trits", torch.empty(rows, width, dtype=torch.uint8))
@@ -242,21 +242,21 @@ class Attention(nn.Module):
 
     name = "attention"
 
-    def __init__(self, part: Settings, site: Site) -> None:
+    def __init__(self, part: Settings, spec: PartSpec) -> None:
         super().__init__()
-        self.part, self.eps, self.causal = part, site.config.norm_eps, site.causal
+        self.part, self.eps, self.causal = part, spec.config.norm_eps, spec.causal
         self.heads, self.kv_heads = part["heads"], part["kv_heads"] or part["heads"]
-        self.width = width = part["head_width"] or site.dim // self.heads
-        self.window = min(part["window"] or site.ctx, site.ctx)
+        self.width = width = part["head_width"] or spec.dim // self.heads
+        self.window = min(part["window"] or spec.ctx, spec.ctx)
         inner, rows = self.heads * width, (self.heads + 2 * self.kv_heads) * width
-        self.qkv = Packed(rows, site.dim, site)
+        self.qkv = Packed(rows, spec.dim, spec)
         self.bias = vector(rows) if part["bias"] else None
         gains = part["query_key_norm"] == "gain"
         self.query_gain, self.key_gain = (vector(width) if gains else None for _ in range(2))
         self.sinks = vector(self.heads) if part["sink"] else None
         self.sub_norm = vector(inner) if part["bitnet"] else None
-        self.output = Packed(site.dim, inner, site)
-        self.output_bias = vector(site.dim) if part["output_bias"] else None
+        self.output = Packed(spec.dim, inner, spec)
+        self.output_bias = vector(spec.dim) if part["output_bias"] else None
 
     def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
         """Attend over the normalised stream, (T, D)."""
@@ -287,12 +287,12 @@ class MLP(nn.Module):
 
     name = "mlp"
 
-    def __init__(self, part: Settings, site: Site) -> None:
+    def __init__(self, part: Settings, spec: PartSpec) -> None:
         super().__init__()
-        self.part, self.eps = part, site.config.norm_eps
+        self.part, self.eps = part, spec.config.norm_eps
         self.sub_norm = vector(part["width"]) if part["bitnet"] else None
-        self.gate_up = Packed(2 * part["width"], site.dim, site)
-        self.output = Packed(site.dim, part["width"], site)
+        self.gate_up = Packed(2 * part["width"], spec.dim, spec)
+        self.output = Packed(spec.dim, part["width"], spec)
 
     def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
         """Transform the normalised stream, (T, D)."""
@@ -306,18 +306,18 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A mixer, then a channel mixer, each after a norm and added to the stream."""
 
-    def __init__(self, block: Settings, stage: Settings, site: Site) -> None:
+    def __init__(self, block: Settings, stage: Settings, spec: PartSpec) -> None:
         super().__init__()
-        self.stage, self.eps = stage, site.config.norm_eps
+        self.stage, self.eps = stage, spec.config.norm_eps
         self.branches: list[tuple[str, str]] = []
         for part in filter(None, (block["mixer"], block["channel"])):
-            kind = site.parts[part["kind"]]
+            kind = spec.parts[part["kind"]]
             norm_name = getattr(kind, "norm_name", f"{kind.name}_norm")
             self.branches.append((kind.name, norm_name))
-            self.add_module(kind.name, kind(part, site))
-            self.register_parameter(norm_name, site.gains())
+            self.add_module(kind.name, kind(part, spec))
+            self.register_parameter(norm_name, spec.gains())
             if stage["streams"] > 1:
-                connection = site.parts["streams"](stage["streams"], site)
+                connection = spec.parts["streams"](stage["streams"], spec)
                 self.add_module(f"{kind.name}_streams", connection)
 
     def forward(self, x: Tensor, reading: Reading) -> Tensor:
@@ -339,8 +339,8 @@ class Block(nn.Module):
 class Stack(nn.ModuleList):
     """Blocks on a stream, or on several that begin as copies of it and are averaged."""
 
-    def __init__(self, blocks: list[Settings], stage: Settings, site: Site) -> None:
-        super().__init__(Block(block, stage, site) for block in blocks)
+    def __init__(self, blocks: list[Settings], stage: Settings, spec: PartSpec) -> None:
+        super().__init__(Block(block, stage, spec) for block in blocks)
         self.streams = stage["streams"]
 
     def forward(self, x: Tensor, reading: Reading, span: slice = slice(None)) -> Tensor:
@@ -365,15 +365,15 @@ class PlainModel(nn.Module):
         """
         self.plain, model = config, config.model
         *outer, main = model["stages"]
-        sites = [Site(of["dim"], of["ctx"], config, parts, causal) for of in model["stages"]]
-        first, last = sites[0], sites[-1]
+        specs = [PartSpec(of["dim"], of["ctx"], config, parts, causal) for of in model["stages"]]
+        first, last = specs[0], specs[-1]
         self.embedding = Packed(config.symbols, first.dim, first)
         self.beside = [part["kind"] for part in model["beside"]]
         for part in model["beside"]:
             self.add_module(part["kind"], parts[part["kind"]](part, first))
         self.stages = nn.ModuleList(
-            parts[stage["chunking"]["kind"]](stage, site, inner.dim)
-            for stage, site, inner in zip(outer, sites, sites[1:], strict=False)
+            parts[stage["chunking"]["kind"]](stage, spec, inner.dim)
+            for stage, spec, inner in zip(outer, specs, specs[1:], strict=False)
         )
         self.blocks = Stack(main["blocks"], main, last)
         self.between = None

@@ -44,13 +44,13 @@ class TernaryEmbedding(nn.Module):
     Args:
         num_embeddings: V.
         dim: D.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         area: parameter group of the weights.
         tied: whether a `TiedHead` shares the weight.
     """
 
     def __init__(
-        self, num_embeddings: int, dim: int, site: LayerSpec, *, area: str, tied: bool = False
+        self, num_embeddings: int, dim: int, spec: LayerSpec, *, area: str, tied: bool = False
     ) -> None:
         super().__init__()
         kind: type[StreamedTensor] = EmbeddingWeight
@@ -58,7 +58,7 @@ class TernaryEmbedding(nn.Module):
             kind = imported("arbcli.model.layers.symbols:SymbolWeight")
         elif is_chunked(num_embeddings):
             kind = imported("arbcli.model.layers.symbols:ManyEmbeddingsWeight")
-        self.weight = kind(num_embeddings, dim, site, area=area)
+        self.weight = kind(num_embeddings, dim, spec, area=area)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Look up (...) int64 ids: (..., D) of `dtype`."""

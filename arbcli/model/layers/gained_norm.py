@@ -15,15 +15,15 @@ class GainedRMSNorm(TernaryRMSNorm):
 
     Args:
         dim: D.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
     """
 
     weight: VectorWeight
 
-    def __init__(self, dim: int, site: LayerSpec) -> None:
+    def __init__(self, dim: int, spec: LayerSpec) -> None:
         Findable.__init__(self)
-        self.weight = VectorWeight([1.0] * dim, site, area="norms")
-        self.eps = site.norm_eps
+        self.weight = VectorWeight([1.0] * dim, spec, area="norms")
+        self.eps = spec.norm_eps
 
     @property
     def key_tensor(self) -> Tensor:

@@ -71,55 +71,55 @@ class Layers:
         return imported(layer) if isinstance(layer, str) else layer
 
 
-def layers_for(site: LayerSpec) -> Layers:
-    """Return the constructors for the kind of weights of a site."""
-    return Layers(PACKED if site.weights == "ternary" else FLOAT)
+def layers_for(spec: LayerSpec) -> Layers:
+    """Return the constructors for the kind of weights of a layer."""
+    return Layers(PACKED if spec.weights == "ternary" else FLOAT)
 
 
-def stream_norm(site: LayerSpec, *, rounded: bool = False) -> nn.Module:
+def stream_norm(spec: LayerSpec, *, rounded: bool = False) -> nn.Module:
     """Build the norm of the residual stream before a part or the head.
 
     Args:
-        site: site of the stage.
+        spec: spec of the stage.
         rounded: whether its result is rounded to int8, as BitNet's.
     """
-    parts = layers_for(site)
+    parts = layers_for(spec)
     if rounded:
-        return parts.rounded_norm(site.dim, site)
-    return (parts.gained_norm if site.norm_gain else parts.norm)(site.dim, site)
+        return parts.rounded_norm(spec.dim, spec)
+    return (parts.gained_norm if spec.norm_gain else parts.norm)(spec.dim, spec)
 
 
 def symbol_embedding(config: "ModelConfig") -> nn.Module:
     """Build the embedding of bytes or tokens."""
-    site = config.site()
-    site = replace(site, direction=config.embedding_direction or site.direction)
-    kind = layers_for(site).embedding
-    return kind(config.symbols, site.dim, site, area="embedding", tied=config.tied)
+    spec = config.layer_spec()
+    spec = replace(spec, direction=config.embedding_direction or spec.direction)
+    kind = layers_for(spec).embedding
+    return kind(config.symbols, spec.dim, spec, area="embedding", tied=config.tied)
 
 
 def symbol_head(config: "ModelConfig", embedding: Any) -> Any:
     """Build the head, a linear layer that is never multiplied in eight bits."""
-    site, ternary = config.site(), config.weights == "ternary"
-    site = replace(site, direction=config.head_direction or site.direction)
+    spec, ternary = config.layer_spec(), config.weights == "ternary"
+    spec = replace(spec, direction=config.head_direction or spec.direction)
     if config.tied and ternary:
         return imported("arbcli.model.layers.symbols:TiedHead")(embedding.weight)
     if ternary and is_chunked(config.vocabulary):
         kind = imported("arbcli.model.layers.symbols:SymbolHead")
-        return kind(config.vocabulary, site.dim, site, area="head")
-    head = linear_head(config.vocabulary, site, area="head")
+        return kind(config.vocabulary, spec.dim, spec, area="head")
+    head = linear_head(config.vocabulary, spec, area="head")
     if config.tied:
         head.weight = embedding.weight
     return head
 
 
-def linear_head(symbols: int, site: LayerSpec, *, area: str) -> Any:
+def linear_head(symbols: int, spec: LayerSpec, *, area: str) -> Any:
     """Build a head for a small vocabulary."""
-    return layers_for(site).linear(
+    return layers_for(spec).linear(
         symbols,
-        site.dim,
-        site,
+        spec.dim,
+        spec,
         area=area,
-        std=head_std(site.dim),
-        lr_factor=head_lr_factor(site),
+        std=head_std(spec.dim),
+        lr_factor=head_lr_factor(spec),
         low_precision=False,
     )

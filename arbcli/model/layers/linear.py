@@ -261,7 +261,7 @@ class TernaryLinear(DecodingLayer):
     Args:
         out_features: N.
         in_features: K.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         area: parameter group of the weights.
         std: initial standard deviation of the weights; None is `projection_std`.
         spread: initial standard deviation of z relative to the rule's; 0 initialises to zero.
@@ -278,7 +278,7 @@ class TernaryLinear(DecodingLayer):
         self,
         out_features: int,
         in_features: int,
-        site: LayerSpec,
+        spec: LayerSpec,
         *,
         area: str,
         std: float | None = None,
@@ -290,14 +290,14 @@ class TernaryLinear(DecodingLayer):
         self.weight = LinearWeight(
             out_features,
             in_features,
-            site,
+            spec,
             area=area,
             std=std or projection_std(in_features),
             spread=spread,
-            lr_factor=lr_factor or inner_lr_factor(site, site.direction),
+            lr_factor=lr_factor or inner_lr_factor(spec, spec.direction),
         )
         self.weight.low_precision = low_precision
-        self.weight.fixed_scales = site.bitnet
+        self.weight.fixed_scales = spec.bitnet
 
     def forward(
         self,
@@ -375,7 +375,7 @@ class TernaryLinear(DecodingLayer):
             normalise: whether to apply an RMS norm to x first.
             gated: whether to return silu(first half) * second half; must not vary for a layer.
             added: residual to add to the result, of its shape.
-            also: a layer of the same site, whose results for the same rows are appended; must not
+            also: a layer of the same spec, whose results for the same rows are appended; must not
                 vary for a layer.
             early: whether the next kernel may start before this one has ended: see `overlap`.
         """

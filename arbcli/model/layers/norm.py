@@ -36,9 +36,9 @@ class PackedGates(NamedTuple):
     bases: Tensor
 
 
-def frozen_ones(dim: int, site: LayerSpec) -> TernaryTensor:
+def frozen_ones(dim: int, spec: LayerSpec) -> TernaryTensor:
     """Create the weights of a norm, one row, which are initialised to 1."""
-    return TernaryTensor(1, dim, site, area="norms", frozen=True)
+    return TernaryTensor(1, dim, spec, area="norms", frozen=True)
 
 
 class TernaryRMSNorm(Findable):
@@ -47,9 +47,9 @@ class TernaryRMSNorm(Findable):
     The linear layer after the norm runs it and its backward: see `TernaryLinear`.
     """
 
-    def __init__(self, dim: int, site: LayerSpec) -> None:
+    def __init__(self, dim: int, spec: LayerSpec) -> None:
         super().__init__()
-        self.weight = frozen_ones(dim, site)
+        self.weight = frozen_ones(dim, spec)
 
     @property
     def key_tensor(self) -> Tensor:
@@ -93,9 +93,9 @@ class TernaryGate(TernaryRMSNorm):
     packs = False
     """Whether gate and up are packed for the backward pass."""
 
-    def __init__(self, dim: int, site: LayerSpec, *, normalise: bool) -> None:
+    def __init__(self, dim: int, spec: LayerSpec, *, normalise: bool) -> None:
         Findable.__init__(self)
-        self.weight = frozen_ones(dim, site) if normalise else None  # type: ignore[assignment]
+        self.weight = frozen_ones(dim, spec) if normalise else None  # type: ignore[assignment]
 
     @property
     def key_tensor(self) -> Tensor:

@@ -38,9 +38,9 @@ class TableWeight(StreamedTensor):
 
     usage: Tensor
 
-    def __init__(self, num_rows: int, dim: int, site: LayerSpec, *, area: str) -> None:
+    def __init__(self, num_rows: int, dim: int, spec: LayerSpec, *, area: str) -> None:
         std = projection_std(dim)
-        super().__init__(num_rows, dim, site, area=area, std=std, spread=SPARSE_SPREAD)
+        super().__init__(num_rows, dim, spec, area=area, std=std, spread=SPARSE_SPREAD)
         self.declare("usage", torch.empty(num_rows, 1, dtype=torch.int8), "counters")
 
     def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
@@ -106,13 +106,13 @@ class TernaryTable(nn.Module):
     Args:
         num_rows: V.
         dim: D.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         area: parameter group of the rows.
     """
 
-    def __init__(self, num_rows: int, dim: int, site: LayerSpec, *, area: str) -> None:
+    def __init__(self, num_rows: int, dim: int, spec: LayerSpec, *, area: str) -> None:
         super().__init__()
-        self.weight = TableWeight(num_rows, dim, site, area=area)
+        self.weight = TableWeight(num_rows, dim, spec, area=area)
 
     def forward(self, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum weighted rows.

@@ -39,8 +39,8 @@ SCALE_OF_ZERO = 0.1
 class VectorWeight(ReadWeight):
     """A packed vector with given initial values."""
 
-    def __init__(self, values: Sequence[float], site: LayerSpec, *, area: str) -> None:
-        super().__init__(len(values), 1, site, area=area, direction=DIRECTION)
+    def __init__(self, values: Sequence[float], spec: LayerSpec, *, area: str) -> None:
+        super().__init__(len(values), 1, spec, area=area, direction=DIRECTION)
         self.values, self.decays = tuple(values), False
         # the forward of a vector always reads the remainder
         self.training_only = tuple(name for name in self.training_only if name != "remainder")
@@ -135,13 +135,13 @@ class TernaryVector(_DecodedLayer):
 
     Args:
         values: initial values.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         area: parameter group of the vector.
     """
 
-    def __init__(self, values: Sequence[float], site: LayerSpec, *, area: str) -> None:
+    def __init__(self, values: Sequence[float], spec: LayerSpec, *, area: str) -> None:
         super().__init__()
-        self.weight = VectorWeight(values, site, area=area)
+        self.weight = VectorWeight(values, spec, area=area)
 
     def forward(self) -> Tensor:
         """Decode to (n,) float32; differentiable."""
@@ -154,14 +154,14 @@ class TernaryTaps(_DecodedLayer):
     Args:
         channels: D.
         taps: W, number of taps for each channel.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         area: parameter group of the taps.
     """
 
-    def __init__(self, channels: int, taps: int, site: LayerSpec, *, area: str) -> None:
+    def __init__(self, channels: int, taps: int, spec: LayerSpec, *, area: str) -> None:
         super().__init__()
         self.weight = ReadWeight(
-            channels, taps, site, area=area, std=1 / math.sqrt(taps), direction=DIRECTION
+            channels, taps, spec, area=area, std=1 / math.sqrt(taps), direction=DIRECTION
         )
 
     def forward(self) -> Tensor:

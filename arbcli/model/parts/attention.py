@@ -81,38 +81,38 @@ class Attention(CachedAttention):
     name = "attention"
     steps_along = rounds_queries = ends_with_product = True
 
-    def __init__(self, config: AttentionConfig, site: LayerSpec) -> None:
+    def __init__(self, config: AttentionConfig, spec: LayerSpec) -> None:
         super().__init__()
-        parts, dim = layers_for(site), site.dim
-        self.heads, self.kv_heads, self.width = config.heads, config.key_heads, config.width(site)
+        parts, dim = layers_for(spec), spec.dim
+        self.heads, self.kv_heads, self.width = config.heads, config.key_heads, config.width(spec)
         self.window, self.rotary = config.window, config.rotary
-        self.rotated, self.causal = config.rotated(site), site.causal
-        self.eps = None if config.query_key_norm == "none" else site.norm_eps
+        self.rotated, self.causal = config.rotated(spec), spec.causal
+        self.eps = None if config.query_key_norm == "none" else spec.norm_eps
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
-        self.one_gradient = self.fits_kernels and site.weights == "ternary"
+        self.one_gradient = self.fits_kernels and spec.weights == "ternary"
         self.steps_fused = fits_vectors(inner)
         self.steps_ahead = self.fits_kernels
-        rotary = site.ctx, self.width, self.rotary
+        rotary = spec.ctx, self.width, self.rotary
         if self.fits_kernels:
             self.rotary_norm = parts.rotary_norm(*rotary)
         else:
             self.turned_heads = parts.turned_heads(*rotary)
-        self.qkv = parts.linear(inner + 2 * kv, dim, site, area="attention")
+        self.qkv = parts.linear(inner + 2 * kv, dim, spec, area="attention")
         self.bias = self.query_gain = self.key_gain = self.sinks = self.output_bias = None
         if config.bias:
-            self.bias = parts.vector([0.0] * (inner + 2 * kv), site, area="attention")
+            self.bias = parts.vector([0.0] * (inner + 2 * kv), spec, area="attention")
         if config.query_key_norm == "gain":
-            self.query_gain = parts.vector([1.0] * self.width, site, area="attention")
-            self.key_gain = parts.vector([1.0] * self.width, site, area="attention")
+            self.query_gain = parts.vector([1.0] * self.width, spec, area="attention")
+            self.key_gain = parts.vector([1.0] * self.width, spec, area="attention")
         if config.sink:
-            self.sinks = parts.vector([0.0] * self.heads, site, area="attention")
+            self.sinks = parts.vector([0.0] * self.heads, spec, area="attention")
         norm = parts.rounded_norm if config.bitnet else parts.norm
-        self.sub_norm = norm(inner, site) if config.sub_norm else None
-        std = output_std(inner, site.depth)
-        self.output = parts.linear(dim, inner, site, area="attention", std=std)
+        self.sub_norm = norm(inner, spec) if config.sub_norm else None
+        std = output_std(inner, spec.depth)
+        self.output = parts.linear(dim, inner, spec, area="attention", std=std)
         if config.output_bias:
-            self.output_bias = parts.vector([0.0] * dim, site, area="attention")
+            self.output_bias = parts.vector([0.0] * dim, spec, area="attention")
 
     def forward(
         self,

@@ -130,15 +130,15 @@ if TYPE_CHECKING:
     from arbcli.model.state import PositionCounter, State
 
 
-def build_part(config: PartConfig, site: LayerSpec, *arguments: Any) -> Any:
+def build_part(config: PartConfig, spec: LayerSpec, *arguments: Any) -> Any:
     """Build a part with uninitialised weights; the class is imported on first use.
 
     Args:
         config: configuration of the part, whose class names that of the module.
-        site: site of the part; a rule of the configuration replaces that of the site.
+        spec: spec of the part; a rule of the configuration replaces that of the spec.
         arguments: further arguments of the module's class.
     """
-    return imported(config.module)(config, config.own_site(site), *arguments)
+    return imported(config.module)(config, config.own_spec(spec), *arguments)
 
 
 class Part(nn.Module):

@@ -23,16 +23,16 @@ class MLP(Part):
     steps_along = True
     ends_with_product = True
 
-    def __init__(self, config: MLPConfig, site: LayerSpec, area: str = "mlp") -> None:
+    def __init__(self, config: MLPConfig, spec: LayerSpec, area: str = "mlp") -> None:
         super().__init__()
-        parts, width = layers_for(site), config.width
-        self.gate_up = parts.linear(2 * width, site.dim, site, area=area)
+        parts, width = layers_for(spec), config.width
+        self.gate_up = parts.linear(2 * width, spec.dim, spec, area=area)
         if config.bitnet:
-            self.sub_norm = parts.rounded_gate(width, site)
+            self.sub_norm = parts.rounded_gate(width, spec)
         else:
-            self.sub_norm = parts.gate(width, site, normalise=config.sub_norm)
-        std = output_std(width, site.depth)
-        self.output = parts.linear(site.dim, width, site, area=area, std=std)
+            self.sub_norm = parts.gate(width, spec, normalise=config.sub_norm)
+        std = output_std(width, spec.depth)
+        self.output = parts.linear(spec.dim, width, spec, area=area, std=std)
         self.steps_fused = fits_vectors(width)
 
     def new_state(self, clock: "PositionCounter") -> None:

@@ -11,7 +11,7 @@ from graph_parts import (
     initialised,
     normal,
     plain,
-    site,
+    spec,
     text,
 )
 from torch import nn
@@ -40,7 +40,7 @@ def config_of(**options) -> ExpertsConfig:
 
 
 def part(**options) -> Experts:
-    experts = Experts(config_of(**options), site(), ITERATED.expert_dim, ITERATED.gate_dim)
+    experts = Experts(config_of(**options), spec(), ITERATED.expert_dim, ITERATED.gate_dim)
     experts = initialised(experts)
     fill_memories(experts)
     return experts
@@ -64,7 +64,7 @@ def test_experts_equal_a_loop_over_positions(top_k, at_once, monkeypatch):
 
 
 def test_clamp_has_no_gradient_beyond_its_bounds():
-    gate, free = (kind(3, site(), normalise=False) for kind in (ClampedGate, TernaryGate))
+    gate, free = (kind(3, spec(), normalise=False) for kind in (ClampedGate, TernaryGate))
     x = torch.tensor([[9.0, 11.0, -11.0, 9.0, 11.0, -11.0]])
     bounded = torch.tensor([[9.0, 10.0, -11.0, 9.0, 10.0, -10.0]])
     assert torch.equal(gate(x), free(bounded))
@@ -95,7 +95,7 @@ def test_hashed_experts_are_drawn_from_those_that_are_left(number, top_k):
 
 
 def new_gate(top_k: int) -> Gate:
-    return initialised(Gate(config_of(moe_top_k=top_k), ITERATED.gate_dim, site(), "experts"))
+    return initialised(Gate(config_of(moe_top_k=top_k), ITERATED.gate_dim, spec(), "experts"))
 
 
 def gate_that_prefers(expert: int) -> tuple[Gate, torch.Tensor]:
@@ -128,7 +128,7 @@ def test_balance_moves_against_the_load():
 def test_rows_of_several_texts_are_normalised_few_at_a_time(name, monkeypatch):
     """With more at once, a program has other threads for a row, whose sums have other orders."""
     experts_of_rows, seen = (
-        initialised(Experts(ExpertsConfig(experts=4, width=7, top_k=3), site(), 40)),
+        initialised(Experts(ExpertsConfig(experts=4, width=7, top_k=3), spec(), 40)),
         [],
     )
 
@@ -151,7 +151,7 @@ class Both(nn.Module):
 
     def __init__(self, **options) -> None:
         super().__init__()
-        memories, where = graph_config(**options).main.memories, site(**options)
+        memories, where = graph_config(**options).main.memories, spec(**options)
         self.graph = MoEGraph(memories.iterated, where, memories.codebook.width)
         self.codebook = Codebook(replace(memories.codebook, heads=1), where, "codebook")
         initialised(self)

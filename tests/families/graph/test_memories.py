@@ -8,7 +8,7 @@ from graph_parts import (
     graph_config,
     initialised,
     normal,
-    site,
+    spec,
     text,
 )
 from torch.nn import functional
@@ -53,7 +53,7 @@ def ngram_row(history: list[int], num_rows: int) -> int:
 
 
 def new_memgram(*, filled=True, rows=64) -> MemGram:
-    memory = initialised(MemGram(MemGramConfig(rows=rows), site()))
+    memory = initialised(MemGram(MemGramConfig(rows=rows), spec()))
     if filled:
         fill_memories(memory)
     return memory
@@ -102,7 +102,7 @@ SEQUENCER = graph_config().beside[0]
 
 
 def new_sequencer() -> TextSequencer:
-    return initialised(TextSequencer(SEQUENCER, site()))
+    return initialised(TextSequencer(SEQUENCER, spec()))
 
 
 @pytest.mark.parametrize("rows", [64, 65987])

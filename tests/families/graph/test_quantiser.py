@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from graph_parts import initialised, normal, site
+from graph_parts import initialised, normal, spec
 
 from arbcli.families.graph.config import QuantiserConfig
 from arbcli.families.graph.quantiser import MEMORY, MOST, UNIT, Quantiser, _bits
@@ -13,21 +13,21 @@ CONFIG = QuantiserConfig(codes=37, width=12, patience=3)
 
 
 def part(**options) -> Quantiser:
-    quantiser = initialised(Quantiser(CONFIG, site(**options), "codebook"))
+    quantiser = initialised(Quantiser(CONFIG, spec(**options), "codebook"))
     quantiser.codes.copy_((normal(37, 12, seed=3) * UNIT).round().clamp(-MOST, MOST))
     return quantiser
 
 
 def test_code_is_the_nearest():
     tested = part()
-    quantised = tested(normal(2, 5, site().dim))
+    quantised = tested(normal(2, 5, spec().dim))
     (q,) = tested._seen
     apart = (q.double()[:, None] - tested.codes.double()).square().sum(dim=-1)
     assert torch.equal(quantised.codes.flatten(), apart.argmin(dim=1))
     assert quantised.codes.unique().numel() > 5
     assert quantised.confidence.eq(1).all()
     with torch.no_grad():
-        assert tested(normal(2, 5, site().dim)).cost is None
+        assert tested(normal(2, 5, spec().dim)).cost is None
     assert len(tested._seen) == 1
 
 
@@ -79,7 +79,7 @@ def test_codes_are_rounded_without_bias():
 
 
 def test_unused_codes_become_vectors_and_come_into_use():
-    tested, dim = part(), site().dim
+    tested, dim = part(), spec().dim
     tested.codes.zero_()
     centres = normal(20, dim, seed=5)
     for step in range(60):
@@ -94,7 +94,7 @@ def test_unused_codes_become_vectors_and_come_into_use():
 
 def test_processes_step_by_the_data_of_all():
     alone, others = part(), [part(), part()]
-    xs = [normal(1, 6, site().dim, seed=seed) for seed in (1, 2)]
+    xs = [normal(1, 6, spec().dim, seed=seed) for seed in (1, 2)]
     for x, other in zip(xs, others, strict=True):
         alone(x)
         other(x)

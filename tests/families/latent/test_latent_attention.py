@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from graph_parts import CLOSE, decoded, initialised, normal, plain, site
+from graph_parts import CLOSE, decoded, initialised, normal, plain, spec
 from torch import nn
 from torch.nn import functional
 
@@ -16,8 +16,8 @@ from arbcli.model.parts.cached import FORMATS, CacheFormat
 from arbcli.model.state import PositionCounter, StateSpec, Track
 
 CONFIG = LatentAttentionConfig(heads=2, latent=24, rotary=8)
-DIM = site().dim
-WINDOW = site().ctx
+DIM = spec().dim
+WINDOW = spec().ctx
 LENGTH = 21
 PARTS = {
     "a window, then bytes": [WINDOW, *[1] * 13],
@@ -30,7 +30,7 @@ class Normalised(nn.Module):
 
     def __init__(self, config=CONFIG, **at) -> None:
         super().__init__()
-        place = site(**at)
+        place = spec(**at)
         self.attention, self.before = (
             LatentAttention(config, place),
             TernaryRMSNorm(place.dim, place),

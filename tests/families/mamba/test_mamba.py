@@ -15,11 +15,11 @@ from arbcli.model.packed import TernaryTensor
 from arbcli.model.stack import Block
 
 CONFIG = MambaConfig(heads=2, states=7)
-SITE = LayerSpec(dim=20, depth=1, ctx=64)
+SPEC = LayerSpec(dim=20, depth=1, ctx=64)
 
 
-def mamba_block(site=SITE) -> Block:
-    return Block(BlockConfig(mixer=CONFIG), StageConfig(dim=site.dim), site)
+def mamba_block(spec=SPEC) -> Block:
+    return Block(BlockConfig(mixer=CONFIG), StageConfig(dim=spec.dim), spec)
 
 
 def block(device) -> tuple[Block, dict[str, TernaryTensor]]:

@@ -43,7 +43,9 @@ def test_non_finite_row_has_nan_scales():
 
 
 def test_trits_keep_their_signs_and_zeros():
-    layer = TernaryLinear(32, 48, preset("tiny", scale_type="T16").site(), area="mlp", std=0.1)
+    layer = TernaryLinear(
+        32, 48, preset("tiny", scale_type="T16").layer_spec(), area="mlp", std=0.1
+    )
     layer.weight.initialise(seed=0, index=0)
     exact = layer.weight.weight(torch.float32)
     y, g = round_nvfp4(exact)
@@ -56,7 +58,7 @@ def test_trits_keep_their_signs_and_zeros():
 
 
 def test_layer_multiplies_both_ways_in_four_bits():
-    layer = TernaryLinear(32, 48, preset("tiny").site(), area="mlp", std=0.1)
+    layer = TernaryLinear(32, 48, preset("tiny").layer_spec(), area="mlp", std=0.1)
     layer.weight.initialise(seed=0, index=0)
     layer.weight.number_format, exact = "nvfp4", layer.weight.weight(torch.float32)
     generator = torch.Generator().manual_seed(1)

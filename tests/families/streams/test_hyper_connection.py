@@ -45,8 +45,8 @@ def check_sums(b: torch.Tensor) -> None:
 def test_one_stream_without_mixing_is_the_plain_block_bit_by_bit(dtype, monkeypatch):
     config = preset("tiny", **SHAPE)
     stage, block = config.main, config.main.blocks[0]
-    plain = Block(block, stage, config.site())
-    streams = Block(block, replace(stage, streams=2), config.site())
+    plain = Block(block, stage, config.layer_spec())
+    streams = Block(block, replace(stage, streams=2), config.layer_spec())
     for tensor in streams.modules():
         if hasattr(tensor, "initialise"):
             tensor.initialise(0, 0)

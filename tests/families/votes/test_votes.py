@@ -24,7 +24,7 @@ SHAPE = 33, 123
 def build(device, *fixes: str) -> tuple[TernaryTensor, Updater]:
     config = preset("tiny", rule="votes", votes_fixes=fixes)
     with torch.device(device):
-        tensor = TernaryTensor(*SHAPE, config.site(), area="mlp", std=0.1)
+        tensor = TernaryTensor(*SHAPE, config.layer_spec(), area="mlp", std=0.1)
     tensor.initialise(seed=0, index=0)
     return tensor, Updater([tensor], seed=3, dtype=torch.float32)
 

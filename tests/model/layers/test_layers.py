@@ -24,7 +24,9 @@ TINY = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
 
 
 def linear(out_features=24, in_features=33) -> TernaryLinear:
-    layer = TernaryLinear(out_features, in_features, preset("tiny").site(), area="mlp", std=0.1)
+    layer = TernaryLinear(
+        out_features, in_features, preset("tiny").layer_spec(), area="mlp", std=0.1
+    )
     layer.weight.initialise(seed=0, index=0)
     return layer
 
@@ -70,19 +72,19 @@ def test_backward_of_a_large_head_without_a_sink_warns():
 
 
 def plain_norm() -> TernaryRMSNorm:
-    norm = TernaryRMSNorm(48, preset("tiny").site())
+    norm = TernaryRMSNorm(48, preset("tiny").layer_spec())
     norm.weight.fill(1)
     return norm
 
 
 def normalised_gate() -> TernaryGate:
-    gate = TernaryGate(48, preset("tiny").site(), normalise=True)
+    gate = TernaryGate(48, preset("tiny").layer_spec(), normalise=True)
     gate.weight.fill(1)
     return gate
 
 
 def gained_norm_of_all_sizes() -> GainedRMSNorm:
-    norm = GainedRMSNorm(48, preset("tiny").site())
+    norm = GainedRMSNorm(48, preset("tiny").layer_spec())
     norm.weight.values = tuple(0.1 * (number - 20) for number in range(48))
     norm.weight.initialise(0, 0)
     return norm
@@ -91,7 +93,7 @@ def gained_norm_of_all_sizes() -> GainedRMSNorm:
 @pytest.mark.parametrize("gated", [False, True])
 def test_rounded_norm_has_the_gradient_of_its_norm(gated):
     """The gradient ignores the rounding of the result, which the next layer's weights see."""
-    norm = (RoundedGate if gated else RoundedRMSNorm)(48, preset("tiny").site())
+    norm = (RoundedGate if gated else RoundedRMSNorm)(48, preset("tiny").layer_spec())
     norm.weight.values = tuple(0.1 * (number - 20) for number in range(48))
     norm.weight.initialise(0, 0)
     gains = collect(norm)
@@ -148,7 +150,7 @@ def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(norm, needed
 @pytest.mark.skipif(not native.available(), reason="no C compiler")
 @pytest.mark.parametrize("digits", ["trit", "all"])
 def test_rows_of_a_prompt_are_one_product_of_the_loops_with_the_bits_of_each(digits, monkeypatch):
-    layer = TernaryLinear(24, 40, preset("tiny", digits=digits).site(), area="mlp", std=0.1)
+    layer = TernaryLinear(24, 40, preset("tiny", digits=digits).layer_spec(), area="mlp", std=0.1)
     layer.weight.initialise(seed=0, index=0)
     x = torch.randn(1, 21, 40, generator=torch.Generator().manual_seed(0))
     with use_backend("native"):
@@ -197,7 +199,7 @@ def test_rotation_is_undone_by_its_inverse():
 
 
 def float_weight(weights: str, rows: int, columns: int) -> FloatWeight:
-    return FloatWeight(rows, columns, preset("tiny", weights=weights).site(), std=0.1)
+    return FloatWeight(rows, columns, preset("tiny", weights=weights).layer_spec(), std=0.1)
 
 
 def test_straight_through_weights_are_rounded_in_units_of_their_mean():
@@ -211,7 +213,7 @@ def test_straight_through_weights_are_rounded_in_units_of_their_mean():
 
 
 def test_embedding_gradient_sums_repeated_ids():
-    layer = TernaryEmbedding(10, 33, preset("tiny").site(), area="embedding")
+    layer = TernaryEmbedding(10, 33, preset("tiny").layer_spec(), area="embedding")
     layer.weight.initialise(seed=0, index=0)
     grads = collect(layer)
     ids, grad_y = torch.tensor([[3, 3, 9], [0, 3, 9]]), torch.randn(2, 3, 33)

@@ -17,9 +17,9 @@ ROWS, WIDTH, OUTPUTS = 80, 48, 32
 
 def gradients(gate_up: Tensor, *, packs: bool, fp8: bool, normalise: bool) -> list[Tensor]:
     """Return a product of gated activations, and the gradients of gate and up and of the weight."""
-    site, of_weight = LayerSpec(dim=OUTPUTS, depth=1, ctx=ROWS), []
-    gate = TernaryGate(WIDTH, site, normalise=normalise)
-    layer = TernaryLinear(OUTPUTS, WIDTH, site, area="mlp")
+    spec, of_weight = LayerSpec(dim=OUTPUTS, depth=1, ctx=ROWS), []
+    gate = TernaryGate(WIDTH, spec, normalise=normalise)
+    layer = TernaryLinear(OUTPUTS, WIDTH, spec, area="mlp")
     layer.weight.initialise(1, 0)
     if gate.weight:
         gate.weight.fill()

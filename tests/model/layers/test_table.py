@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graph_parts import assert_same, initialised, normal, site
+from graph_parts import assert_same, initialised, normal, spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.model.layers.table import MOST_USES, TernaryTable
@@ -16,7 +16,7 @@ TOUCHED = [0, 3, 7, 9, 49]
 
 
 def table(rows=ROWS, **options) -> TernaryTable:
-    return initialised(TernaryTable(rows, DIM, site(**options), area="sequencer"))
+    return initialised(TernaryTable(rows, DIM, spec(**options), area="sequencer"))
 
 
 def updater_of(part: TernaryTable, **options) -> Updater:

@@ -17,7 +17,7 @@ KINDS = [
 
 
 def vector(**options) -> TernaryVector:
-    part = TernaryVector(VALUES, preset("tiny", **options).site(), area="mamba")
+    part = TernaryVector(VALUES, preset("tiny", **options).layer_spec(), area="mamba")
     part.weight.initialise(0, 0)
     return part
 
@@ -42,7 +42,7 @@ def test_prepared_vector_is_reused_until_weights_may_change():
 
 
 def test_taps_have_a_gradient_of_their_shape():
-    part, handed = TernaryTaps(7, 4, preset("tiny").site(), area="mamba"), []
+    part, handed = TernaryTaps(7, 4, preset("tiny").layer_spec(), area="mamba"), []
     part.weight.initialise(0, 0)
     part.weight.sink = lambda _, grad: handed.append(grad)
     (part() * torch.arange(28.0).view(7, 4)).sum().backward()

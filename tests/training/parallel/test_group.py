@@ -137,7 +137,7 @@ def test_work_is_dealt_out_evenly_from_the_last_tensor_on(size, small_graph):
 @pytest.mark.parametrize("digits", ["trit", "all", "fade"])
 def test_owner_of_a_vector_broadcasts_all_of_its_digits(digits):
     """Each process reads them, whatever the weights of the model are."""
-    vector = VectorWeight((1.0, 0.5), preset("tiny", digits=digits).site(), area="mlp")
+    vector = VectorWeight((1.0, 0.5), preset("tiny", digits=digits).layer_spec(), area="mlp")
     assert {*broadcast_buffers(vector)} >= {"trits", "exponent", "fraction", "remainder"}
     assert {*owner_buffers(vector)} == {"moment", "row_statistic", "column_statistic"}
 
