@@ -70,16 +70,16 @@ def step_seconds(config: TrainConfig) -> float | None:
     Returns:
         The time; None unless integer weights of attention and MLPs are trained in bf16 or fp8.
     """
-    model, parts = config.model, list(config.model.sited_parts())
+    model, parts = config.model, list(config.model.specs_and_parts())
     kinds = {part.kind for _, part in parts}
     supported = config.compute in ("bf16", "fp8") and model.weights == "ternary"
     if not supported or len(model.stages) > 1 or kinds - {"attention", "mlp"}:
         return None
-    linear = sum(part.products(site, 0) for site, part in parts)
-    attention = sum(part.products(site, model.ctx) for site, part in parts) - linear
-    activations = sum(part.saved_width(site) for site, part in parts)
-    site, tokens, passes = model.site(), config.batch * model.ctx, 3 + config.recompute
-    head = model.vocabulary * site.dim
+    linear = sum(part.products(spec, 0) for spec, part in parts)
+    attention = sum(part.products(spec, model.ctx) for spec, part in parts) - linear
+    activations = sum(part.saved_width(spec) for spec, part in parts)
+    spec, tokens, passes = model.layer_spec(), config.batch * model.ctx, 3 + config.recompute
+    head = model.vocabulary * spec.dim
     weights = linear + head * (1 if model.tied else 2)
     in_fp8 = passes - 1 if config.compute == "fp8" else 0  # gradients of weights are in bf16
     kept = min(1, KEPT_BYTES[config.recompute] / (2 * tokens * model.vocabulary))
@@ -89,7 +89,7 @@ def step_seconds(config: TrainConfig) -> float | None:
         + 2 * in_fp8 * linear / PRODUCTS_FP8
         + passes * activations / ACTIVATIONS
     )
-    orthogonal = linear * site.dim if site.direction == "orthogonal" else 0
+    orthogonal = linear * spec.dim if spec.direction == "orthogonal" else 0
     return (
         config.accum * tokens * seconds_per_token
         + (config.accum + 1) * weights / WEIGHTS

@@ -74,7 +74,7 @@ class SymbolWeight(LinearWeight):
     Args:
         vocabulary: V.
         dim: D.
-        site: storage settings and width of the stage.
+        spec: storage settings and width of the stage.
         area: parameter group of the weights.
         std: initial standard deviation of the weights; None is that of a head.
         lr_factor: factor of the learning rate; None is that of a head.
@@ -87,7 +87,7 @@ class SymbolWeight(LinearWeight):
         self,
         vocabulary: int,
         dim: int,
-        site: LayerSpec,
+        spec: LayerSpec,
         *,
         area: str,
         std: float | None = None,
@@ -96,10 +96,10 @@ class SymbolWeight(LinearWeight):
         super().__init__(
             vocabulary,
             dim,
-            site,
+            spec,
             area=area,
             std=std or head_std(dim),
-            lr_factor=lr_factor or head_lr_factor(site),
+            lr_factor=lr_factor or head_lr_factor(spec),
             matrices=-(-vocabulary // MOST_AT_ONCE),
         )
 
@@ -255,8 +255,8 @@ class ManyEmbeddingsWeight(SymbolWeight):
 
     always_has_gradients = False
 
-    def __init__(self, vocabulary: int, dim: int, site: LayerSpec, *, area: str) -> None:
-        super().__init__(vocabulary, dim, site, area=area, std=1.0, lr_factor=1.0)
+    def __init__(self, vocabulary: int, dim: int, spec: LayerSpec, *, area: str) -> None:
+        super().__init__(vocabulary, dim, spec, area=area, std=1.0, lr_factor=1.0)
 
 
 def _are_ids(source: Scored | Graded | Tensor) -> bool:
@@ -301,7 +301,7 @@ def _gradient_of_rows(ids: Tensor, grad_y: Tensor, num_rows: int) -> tuple[Tenso
 
 
 class _Losses(Function):
-    """Losses of each row of before(x) @ w.T; the gradient of w goes to the weight's sink."""
+    """Losses of each row of norm(x) @ w.T; the gradient of w goes to the weight's sink."""
 
     @staticmethod
     def forward(
@@ -310,11 +310,11 @@ class _Losses(Function):
         targets: Tensor | Predictions,
         _anchor: Tensor,
         weight: SymbolWeight,
-        before: TernaryRMSNorm,
+        norm: TernaryRMSNorm,
         room: int,
     ) -> Tensor:
-        ctx.weight, ctx.before, ctx.theirs, ctx.kept = weight, before, None, []
-        normal = before(x)
+        ctx.weight, ctx.norm, ctx.theirs, ctx.kept = weight, norm, None, []
+        normal = norm(x)
         if isinstance(targets, Predictions):
             losses, total = weight.diverge(normal, targets)
             ctx.theirs = targets
@@ -327,9 +327,9 @@ class _Losses(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, total, *targets_of_loss = ctx.saved_tensors
-        before, targets = ctx.before, ctx.theirs or targets_of_loss[0]
-        scored = Scored(before(x), targets, total, ctx.kept)
-        grad_x, _ = before.backward(ctx.weight.losses_backward(scored, grad.contiguous()), x)
+        norm, targets = ctx.norm, ctx.theirs or targets_of_loss[0]
+        scored = Scored(norm(x), targets, total, ctx.kept)
+        grad_x, _ = norm.backward(ctx.weight.losses_backward(scored, grad.contiguous()), x)
         return grad_x, None, None, None, None, None
 
 
@@ -338,15 +338,15 @@ class SymbolHead(TernaryLinear):
 
     weight: SymbolWeight
 
-    def __init__(self, vocabulary: int, dim: int, site: LayerSpec, *, area: str) -> None:
+    def __init__(self, vocabulary: int, dim: int, spec: LayerSpec, *, area: str) -> None:
         nn.Module.__init__(self)
-        self.weight = SymbolWeight(vocabulary, dim, site, area=area)
+        self.weight = SymbolWeight(vocabulary, dim, spec, area=area)
 
     def losses(
         self,
         x: Tensor,
         targets: Tensor | Predictions,
-        before: TernaryRMSNorm,
+        norm: TernaryRMSNorm,
         *,
         recompute: bool,
     ) -> Tensor:
@@ -355,7 +355,7 @@ class SymbolHead(TernaryLinear):
         Args:
             x: (..., D), the stream.
             targets: (...) int64, or a teacher's predictions.
-            before: norm that is applied to x first.
+            norm: norm that is applied to x first.
             recompute: whether blocks are recomputed: see `KEPT_BYTES`.
 
         Returns:
@@ -365,16 +365,16 @@ class SymbolHead(TernaryLinear):
         if torch.is_grad_enabled():
             room = KEPT_BYTES[recompute]
             self.weight.await_backward()
-            before.await_backward()
+            norm.await_backward()
         rows = x.reshape(-1, x.shape[-1])
         symbols = targets if isinstance(targets, Predictions) else targets.reshape(-1)
-        losses = _Losses.apply(rows, symbols, anchor(x), self.weight, before, room)
+        losses = _Losses.apply(rows, symbols, anchor(x), self.weight, norm, room)
         return losses.view(x.shape[:-1])
 
     @torch.no_grad()
-    def predictions(self, x: Tensor, before: TernaryRMSNorm) -> Predictions:
+    def predictions(self, x: Tensor, norm: TernaryRMSNorm) -> Predictions:
         """Return a teacher's predictions for its stream, (..., D), as targets of `losses`."""
-        rows = before(x.reshape(-1, x.shape[-1]))
+        rows = norm(x.reshape(-1, x.shape[-1]))
         no_target = torch.full((len(rows),), -1, device=x.device)
         return Predictions(rows, self.weight, self.weight.score(rows, no_target)[1])
 
