@@ -46,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "factored, recomputed": {"rule": "moment", "direction": "factored", "recompute": True},
     "orthogonal": {"rule": "moment", "direction": "orthogonal"},
+    "orthogonal, fp8": {"rule": "moment", "direction": "orthogonal", "compute": "fp8"},
     "AdamW": {"weights": "float"},
     "Muon": {"weights": "float", "optimizer": "muon"},
     "AdamW, bare": {"weights": "float"},
@@ -64,7 +65,7 @@ GROUPS = {
     "base": ((*IN_BF16, "factored, fp8", "factored, fp8, no sub-norms"),),
     "1b": (
         ("factored", "factored, no sub-norms", "AdamW, bare"),
-        ("factored, fp8", "factored, fp8, no sub-norms"),
+        ("factored, fp8", "factored, fp8, no sub-norms", "orthogonal, fp8"),
         ("orthogonal", "orthogonal, no sub-norms", "Muon, bare"),
         ("AdamW", "Muon"),
         ("AdamW, no sub-norms", "Muon, no sub-norms"),
