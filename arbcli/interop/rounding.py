@@ -26,6 +26,8 @@ from torch.nn import functional
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, ROOTS, num_groups
 from arbcli.kernels.codec.packing import pack_trits
+from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.backend import uses_native
 from arbcli.model.layers.vector import SCALE_OF_ZERO, VectorWeight
 from arbcli.model.packed import TernaryTensor
 
@@ -119,11 +121,35 @@ def _round_groups(weight: Tensor, grid: Grid, own_grid: bool) -> tuple[Tensor, T
         some, least = weight[rest], torch.full((len(rest),), torch.inf)
         for offset in PLACES:
             place = _held(first[rest] + offset)
-            error = (_levels(some, place, grid)[1] - some).square_().sum(dim=1)
+            error = _sums_of_rows((_levels(some, place, grid)[1] - some).square_())
             better = error < least
             least = torch.where(better, error, least)
             chosen[rest] = torch.where(better, place, chosen[rest])
     return _levels(weight, chosen, grid)[0], chosen
+
+
+def _sums_of_rows(x: Tensor) -> Tensor:
+    """Add up each row of (M, g), halves first: the same bits as the native loop's."""
+    while (size := x.shape[1]) > 1:
+        half = (size + 1) // 2
+        x[:, : size - half] += x[:, half:]
+        x = x[:, :half]
+    return x.flatten()
+
+
+def _round_native(weight: Tensor, group_size: int, grid: Grid) -> Rounded:
+    """Round all groups of a matrix in one pass; on a core seven times as fast as torch."""
+    rows, columns = weight.shape
+    z = torch.empty(rows, columns, dtype=torch.int8)
+    v = torch.empty(rows, num_groups(columns, group_size), dtype=torch.int32)
+    roots, first = _octave()
+    offsets = torch.tensor(PLACES)
+    native.call(
+        "round_groups", weight.contiguous(), z, v, roots, first.to(torch.int32), offsets,
+        len(roots), len(offsets), rows, columns, group_size, *grid,
+        LOWEST_EXPONENT, HIGHEST_EXPONENT, OCTAVE, native.threads_for(weight.numel()),
+    )  # fmt: skip
+    return Rounded(z, v)
 
 
 _NONE = torch.iinfo(torch.int64).min
@@ -189,6 +215,8 @@ def round_weights(weight: Tensor, group_size: int, grid: Grid, own_grid: bool = 
         grid: the levels of its rule.
         own_grid: whether the weights may have been decoded by this package.
     """
+    if uses_native(weight) and not own_grid:
+        return _round_native(weight, group_size, grid)
     return _round_chunks(weight, group_size, ZERO, lambda some: _round_groups(some, grid, own_grid))
 
 

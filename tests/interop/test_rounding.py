@@ -11,6 +11,8 @@ from arbcli.interop import importing as run
 from arbcli.interop.huggingface.dense import Part
 from arbcli.interop.rounding import CLIPPED, PLACES, Grid, Rounded, put, round_vector, round_weights
 from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.rules import WITH_DIGITS
 
@@ -64,6 +66,23 @@ def round_reference(
             here = slice(group * group_size, group * group_size + len(w))
             z[row, here] = levels(w, best).to(torch.int8)
     return Rounded(z, v)
+
+
+@pytest.mark.skipif(not native.available(), reason="needs a C compiler")
+@pytest.mark.parametrize("grid", [MOMENT, NIBBLE])
+@pytest.mark.parametrize(
+    ("rows", "columns", "group"), [(70, 1000, 32), (5, 33, 16), (3, 64, 64), (2, 5, 4), (9, 97, 6)]
+)
+def test_native_rounding_equals_that_of_torch(rows, columns, group, grid):
+    weight = drawn(rows, columns) * torch.logspace(-20, 8, rows)[:, None]
+    weight[0] = 0
+    weight[1, 1] = 3e3 * weight[1].abs().max()
+    results = []
+    for backend in ("torch", "native"):
+        with use_backend(backend):
+            results.append(round_weights(weight, group, grid))
+    assert torch.equal(results[0].z, results[1].z)
+    assert torch.equal(results[0].v, results[1].v)
 
 
 @pytest.mark.parametrize(

@@ -1870,3 +1870,108 @@ EXPORT void nearest_codes(const uint8_t *q, const int8_t *codes, int32_t *best, 
             if (best[t * rows + m] > best[m])
                 best[m] = best[t * rows + m], places[m] = places[t * rows + m];
 }
+
+/* ---- rounding of float weights, as arbcli/interop/rounding.py says --------------------------- */
+
+struct rounding {
+    const float *weight;
+    int8_t *z;
+    int32_t *v;
+    const float *roots;         /* the scales in [1, 2), ascending */
+    const int32_t *first;       /* of each, the least F */
+    const int64_t *offsets;     /* of the places that are tried, from the least without clipping */
+    int64_t count, number;      /* of roots, and of offsets */
+    int64_t columns, group, largest, unit, lowest, highest, octave;
+};
+
+static int64_t held_place(const struct rounding *about, int64_t place) {
+    int64_t low = about->lowest * about->count, high = (about->highest + 1) * about->count - 1;
+    return place < low ? low : place > high ? high : place;
+}
+
+/* The octave of a place; the index of its root is what is left. */
+static int64_t octave_of(const struct rounding *about, int64_t *place) {
+    int64_t index = *place % about->count;
+    index += index < 0 ? about->count : 0;
+    int64_t octave = (*place - index) / about->count;
+    *place = index;
+    return octave;
+}
+
+/* The place of the smallest scale that is at least `least`. */
+static int64_t place_above(const struct rounding *about, double least) {
+    int exponent;
+    double root = 2 * frexp(least, &exponent);
+    int64_t low = 0, high = about->count;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (about->roots[middle] < root) low = middle + 1;
+        else high = middle;
+    }
+    return held_place(about, (exponent - 1) * about->count + low);
+}
+
+/* Round a group to levels; the result is the sum of the squared errors, halves added first. */
+static float round_to_levels(const float *restrict w, float *restrict z, float *restrict errors,
+                             int64_t size, float step, float most) {
+    for (int64_t k = 0; k < size; k++) {
+        float level = rintf(w[k] / step);
+        level = level > most ? most : level;
+        level = level < -most ? -most : level;
+        uint32_t bits = to_bits(level * step); /* rounded to bfloat16 as by `to_bf16` */
+        float error = from_bits((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000) - w[k];
+        z[k] = level, errors[k] = error * error;
+    }
+    for (int64_t rest = size, half; rest > 1; rest = half) {
+        half = (rest + 1) / 2;
+        for (int64_t k = 0; k < rest - half; k++) errors[k] += errors[half + k];
+    }
+    return errors[0];
+}
+
+static void round_groups_of_rows(const void *given, int64_t first, int64_t last, int64_t thread) {
+    const struct rounding *about = given;
+    int64_t size = about->group, groups = (about->columns + size - 1) / size;
+    float *w = new_floats(4 * size), *z = w + size, *best = z + size, *errors = best + size;
+    float most = (float)about->largest, unit = (float)about->unit;
+    for (int64_t n = first; n < last; n++)
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t begin = g * size, left = about->columns - begin, length = left < size ? left : size;
+            memset(w, 0, (size_t)size * 4), memset(best, 0, (size_t)size * 4);
+            memcpy(w, about->weight + n * about->columns + begin, (size_t)length * 4);
+            float peak = 0, least = INFINITY;
+            for (int64_t k = 0; k < size; k++) peak = fabsf(w[k]) > peak ? fabsf(w[k]) : peak;
+            int64_t chosen = 0, from = 0, octave;
+            if (peak > 0) {
+                double need = (double)peak * (double)about->unit / ((double)about->largest + 0.5);
+                chosen = from = place_above(about, need);
+            }
+            for (int64_t i = 0; peak > 0 && i < about->number; i++) {
+                int64_t place = held_place(about, from + about->offsets[i]), index = place;
+                octave = octave_of(about, &index);
+                float step = ldexpf(about->roots[index], (int)octave) / unit;
+                float error = round_to_levels(w, z, errors, size, step, most);
+                if (error < least) {
+                    least = error, chosen = place;
+                    memcpy(best, z, (size_t)size * 4);
+                }
+            }
+            int8_t *to = about->z + n * about->columns + begin;
+            for (int64_t k = 0; k < length; k++) to[k] = (int8_t)best[k];
+            octave = octave_of(about, &chosen);
+            about->v[n * groups + g] =
+                peak > 0 ? (int32_t)(octave * about->octave + about->first[chosen]) : 0;
+        }
+    free(w);
+}
+
+/* weight, z: (N, K), v: (N, groups), without gaps; finite weights. */
+EXPORT void round_groups(const float *weight, int8_t *z, int32_t *v, const float *roots,
+                         const int32_t *first, const int64_t *offsets, int64_t count,
+                         int64_t number, int64_t rows, int64_t columns, int64_t group,
+                         int64_t largest, int64_t unit, int64_t lowest, int64_t highest,
+                         int64_t octave, int64_t threads) {
+    struct rounding about = {weight, z,     v,       roots, first,  offsets, count, number,
+                             columns, group, largest, unit,  lowest, highest, octave};
+    share_rows(round_groups_of_rows, &about, rows, 1, threads);
+}
