@@ -85,7 +85,10 @@ RULES = {
     "nibble factored": ("nibble", "adafactor"),
 }
 """Rule and optimizer, by kind."""
-VARIANTS: dict[str, dict[str, Any]] = {"moment, fp8": {"compute": "fp8"}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "moment, fp8": {"compute": "fp8"},
+    "moment, 8 x 8": {"batch": 8, "accum": 8},
+}
 """Options of the run that differ from those of `moment`, by kind."""
 MIXTURES = {
     "moment+nibble": ("--mlp-rule", "nibble"),
@@ -128,6 +131,8 @@ BYTES = Setting(
             "Muon": (5e-3, 1e-2, 2e-3, 5e-4),
             "moment factored": (0.3, 1.0, 0.1, 0.03),
             "nibble factored": (0.3, 0.1),
+            "moment, fp8": (0.3,),
+            "moment, 8 x 8": (0.3,),
         },
         "others": {
             "bf16 AdamW": (3e-3, 1e-3, 1e-2),
@@ -406,7 +411,8 @@ def measure(kind: str, texts: Path, folder: Path, device: str) -> dict[str, Any]
         )
         step, state = lambda: prepared(*next(batches)), prepared.state_bytes
     else:
-        if kind in RULES:
+        if kind in RULES or kind in VARIANTS:
+            options |= VARIANTS.get(kind, {})
             model = saved_config(read_saved(imported(folder, kind), print).checkpoint)
             config = new_config(preset=model, device=device, **options)
             with deterministic():
