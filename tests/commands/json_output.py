@@ -26,7 +26,7 @@ TOLERANCE = 0.1
 """Relative tolerance of numbers with a decimal point: losses after few steps, on any machine."""
 MEASURED = re.compile(
     r"seconds|_ms|per_s|time|free|available|peak|threads|machine|version|commit|python|torch|"
-    r"triton|digest|sample$|origin|begun|started|live_bytes|octaves|different|largest|num_equal|^text$|created|compiled|loaded|mfu|allocat|reserv"
+    r"triton|digest|sample$|origin|begun|started|live_bytes|octaves|different|largest|num_equal|^text$|created|compiled|loaded|mfu|allocat|reserv|gpu$"
 )
 """Names of values that depend on the machine or on versions."""
 TINY = ["--preset", "tiny", "--dim", "32", "--layers", "2", "--heads", "2", "--ffn", "48",
