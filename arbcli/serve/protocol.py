@@ -174,7 +174,7 @@ def _fields(body: bytes, known: Mapping[str, Field]) -> dict[str, Any]:
     fields = {name: value for name, value in values.items() if value is not None}
     for name, value in fields.items():
         if name not in known:
-            shown = ascii(name)[1:81]
+            shown = ascii(name)[1:-1][:80]
             raise RequestError(f"the field `{shown}` is not supported", param=shown)
         kind, expected, fits = known[name]
         if not is_of(value, kind) or not fits(value):

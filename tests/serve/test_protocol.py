@@ -335,6 +335,7 @@ def test_malformed_requests_are_refused(client, engine):
         ({"prompt": "a", "max_tokens": 9999}, 400, "prompt", "context_length_exceeded"),
         ({"prompt": [1, 300]}, 400, "prompt", None),
         ({"prompt": ["a"] * 65, "n": 2}, 400, "n", None),
+        ({"prompt": "a", "suffixes": 2}, 400, "suffixes", None),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options", None),
         (b" " * (2**22 + 1), 413, None, None),
     ],
