@@ -324,7 +324,7 @@ def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> 
     if saved_tokenizer(*initial, saved):
         settings.setdefault("tokenizer", str(initial.path.with_name(run_files.TOKENIZER)))
     imported = (initial.path.parent / run_files.COMPANIONS).exists()
-    if imported and _chooses_step(settings, path):
+    if imported:
         from arbcli.inspect.recipe import WINDOW
 
         settings.setdefault("ctx", min(saved.ctx, WINDOW))

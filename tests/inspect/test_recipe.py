@@ -185,3 +185,12 @@ def test_tuning_chooses_its_step_and_a_resume_keeps_it(place, arb_here, monkeypa
     done = arb_here("train", "--resume", "partly", "--steps", "2")
     assert done.returncode == 0, done.stderr
     assert settings_of("partly") == {"batch": 16, "accum": 1, "recompute": True, "ctx": 32}
+
+
+@pytest.mark.parametrize("given", [[], ["--batch", "2"], ["--accum", "2"]])
+def test_windows_of_an_imported_model_are_bounded(given, place, arb_here, monkeypatch):
+    monkeypatch.setattr(recipe_module, "WINDOW", 16)
+    assert arb_here("import", "folder", "--out", "run").returncode == 0
+    done = arb_here("train", "--init-from", "run", "--data", "text.txt", *CPU, *given, "--out", "a")
+    assert done.returncode == 0, done.stderr
+    assert settings_of("a")["ctx"] == 16
