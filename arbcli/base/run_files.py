@@ -71,9 +71,14 @@ def directory_of(path: Path) -> Path:
     """Return the directory of a run, given the directory or a checkpoint in it.
 
     Raises:
-        ArbError: the directory has no run.
+        ArbError: the directory has no run, or only weights.
     """
     run = run_of(path)
+    if not (run / CONFIG).exists() and checkpoints(run):
+        raise ArbError(
+            f"`{run}` has weights, and no settings of training, as after `arb import`",
+            hint=f"train from them: `arb train --init-from {path}`",
+        )
     if not path.exists() or not (run / CONFIG).exists():
         raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
     return run

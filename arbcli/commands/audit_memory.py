@@ -21,6 +21,7 @@ from arbcli.commands._options import (
     PredictedDevice,
     check_device,
     check_settings,
+    config_in_header,
     expand_model_file,
     find_run,
     given_options,
@@ -190,7 +191,12 @@ def _settings_of_run(run: Path, changes: dict[str, Any]) -> dict[str, Any]:
         raise ArbError(
             f"`{run}` and `--preset` or `--model` both name a model", hint="give one of them"
         )
-    path = run_of(find_run(run)) / CONFIG
+    found = find_run(run)
+    path = run_of(found) / CONFIG
+    if not path.exists() and (model := config_in_header(found)):  # imported
+        from arbcli.inspect.recipe import WINDOW
+
+        return {"preset": model, "ctx": min(model.ctx, WINDOW)} | changes
     settings = {name: value for name, value in read_settings(path).items() if name in OF_RUN}
     return settings | {"preset": read_model(path)} | changes
 

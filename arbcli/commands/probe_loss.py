@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from arbcli.base.output import LiveLine, bytes_text, chunked_text, emit, note, table
+from arbcli.base.run_files import directory_of
 from arbcli.commands._help import combining
 from arbcli.commands._options import (
     NAMED,
@@ -87,6 +88,7 @@ def probe_loss(
         changed = [name for name in settings if name not in STEP_FIELDS]
         refuse_kept(changed, "probe a new model")
         path = find_run(path, loads=True)
+        directory_of(path)  # a probe continues the training of a run
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.inspect import probe, room  # slow to import, and not needed for `arb --help`

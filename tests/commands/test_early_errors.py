@@ -97,6 +97,10 @@ MISTAKES = {
     "import . --budget much": "`--budget` is `much`",
     "import run": "`run/config.json` has no `model_type`",
     "train --resume text.txt": "there is no run at `text.txt`",
+    "train --resume made": "`made` has weights, and no settings of training",
+    "check made": "`made` has weights, and no settings of training",
+    "compare made": "`made` has weights, and no settings of training",
+    "probe-loss made": "`made` has weights, and no settings of training",
     "generate text.txt": "`text.txt` is not a saved model",
     "compare run --plot a.txt": "`--plot` is `a.txt`",
     "compare run run": "`run` is named twice",
@@ -107,7 +111,7 @@ MISTAKES = {
     "audit-memory --ranks 2 --what-if": "`--ranks` cannot be combined with `--what-if`",
     "audit-memory --decode 8 --floats": "`--floats` cannot be combined with `--decode`",
     "audit-memory --snapshot text.txt": "`--snapshot` is `text.txt`",
-    "audit-memory made": "cannot read `made/config.json`",
+    "audit-memory empty": "cannot read `empty/config.json`",
     "audit-memory run": "`run/config.json` has no whole model",
     "audit-memory run --preset tiny": "`run` and `--preset` or `--model` both name a model",
     "audit-memory --set weights=float": "a float baseline has no integers to audit",
@@ -177,6 +181,7 @@ def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
     ):  # fmt: skip
         (tmp_path / name).write_text(content)
     (tmp_path / "shard.bin").write_bytes(b"\x88\xd84\1\1".ljust(1024, b"\0"))
+    (tmp_path / "empty").mkdir()
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "run").mkdir()

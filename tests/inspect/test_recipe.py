@@ -194,3 +194,14 @@ def test_windows_of_an_imported_model_are_bounded(given, place, arb_here, monkey
     done = arb_here("train", "--init-from", "run", "--data", "text.txt", *CPU, *given, "--out", "a")
     assert done.returncode == 0, done.stderr
     assert settings_of("a")["ctx"] == 16
+
+
+def test_step_of_an_imported_model_is_audited(place, arb_here, monkeypatch):
+    monkeypatch.setattr(recipe_module, "WINDOW", 16)
+    assert arb_here("import", "folder", "--out", "run").returncode == 0
+    words = ["audit-memory", "run", "--batch", "2", "--budget", "1GiB", "--device", "cpu"]
+    done = [arb_here(*words, *ctx, "--json") for ctx in ([], ["--ctx", "16"], ["--ctx", "32"])]
+    assert [one.returncode for one in done] == [0, 0, 0], done[0].stderr
+    peaks = [json.loads(one.stdout)["predicted_peak"] for one in done]
+    assert peaks[0] == peaks[1]
+    assert peaks[0]["saved_bytes"] < peaks[2]["saved_bytes"]
