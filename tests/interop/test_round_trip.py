@@ -51,6 +51,8 @@ def make_tokenizer(transformers, rules: str):
 
 def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    from arbcli.interop.gguf.container import GGUFFile
+
     folder = tmp_path / "folder"
     tokenizer = make_tokenizer(transformers, "llama-bpe")
     random_model(transformers, "Llama 3", bos_token_id=290, eos_token_id=291).save_pretrained(
@@ -82,6 +84,8 @@ def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_h
         tmp_path / "back", dtype=torch.float32
     )
     assert (theirs.generation_config.bos_token_id, theirs.config.eos_token_id) == (290, 291)
+    keys = GGUFFile(tmp_path / "back.gguf").keys
+    assert keys["llama.context_length"] == theirs.config.max_position_embeddings > 32
     tokens = theirs.generate(
         torch.tensor([ids]), max_new_tokens=NUM_IDS, do_sample=False, eos_token_id=None
     )
