@@ -13,7 +13,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.lazy import imported
 from arbcli.base.output import printable
 from arbcli.base.reading import check_schema, read_json
-from arbcli.base.run_files import CONFIG, checkpoint_path
+from arbcli.base.run_files import COMPANIONS, CONFIG, checkpoint_path
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.config.settings import check_choice
@@ -85,7 +85,7 @@ def load_named_model(
     """
     if compute is not None:
         check_choice("compute", compute, COMPUTE)
-    name, checkpoint = read_saved(path, note)
+    name, checkpoint = _with_context(*read_saved(path, note))
     dtype = COMPUTE[compute or _trained_in(name, checkpoint, place)]
     model = empty_model(checkpoint, place, dtype)
     model.load_state_dict(checkpoint.tensors)
@@ -122,7 +122,7 @@ def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
     Raises:
         ArbError: there is no checkpoint, or it is damaged.
     """
-    name, checkpoint = read_saved(path, note, accept_weights)
+    name, checkpoint = _with_context(*read_saved(path, note, accept_weights))
     model = empty_model(checkpoint, weights_only=True)
     model.load_state_dict(checkpoint.tensors, assign=True)
     compute = _trained_in(name, checkpoint, torch.device("cpu"))
@@ -187,6 +187,16 @@ def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = 
         return SavedModel(path, load_averages(load_checkpoint(path, accept)))
     checkpoint = latest_checkpoint(path, note, accept)
     return SavedModel(checkpoint_path(path, checkpoint.step), load_averages(checkpoint))
+
+
+def _with_context(path: Path, checkpoint: Checkpoint) -> SavedModel:
+    """Give an imported model the context that it came with, if it was tuned on shorter windows."""
+    original = path.parent / COMPANIONS / CONFIG
+    if original.exists():
+        length = read_json(original, {"max_position_embeddings": int})["max_position_embeddings"]
+        config = checkpoint.config | {"ctx": max(checkpoint.config["ctx"], length)}
+        checkpoint = dataclasses.replace(checkpoint, config=config)
+    return SavedModel(path, checkpoint)
 
 
 def load_averages(checkpoint: Checkpoint) -> Checkpoint:

@@ -85,7 +85,8 @@ def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_h
     )
     assert (theirs.generation_config.bos_token_id, theirs.config.eos_token_id) == (290, 291)
     keys = GGUFFile(tmp_path / "back.gguf").keys
-    assert keys["llama.context_length"] == theirs.config.max_position_embeddings > 32
+    context = theirs.config.max_position_embeddings
+    assert ours.config.ctx == keys["llama.context_length"] == context > 32  # that of tuning
     tokens = theirs.generate(
         torch.tensor([ids]), max_new_tokens=NUM_IDS, do_sample=False, eos_token_id=None
     )

@@ -5,7 +5,6 @@ of other models as ours are, i and i + d / 2. So rows of queries and keys of the
 order 0, d / 2, 1, d / 2 + 1 and so on. Angles scaled as Llama 3's are have a tensor of divisors.
 """
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +43,6 @@ from arbcli.interop.gguf.container import (
 )
 from arbcli.interop.gguf.tokens import NORMAL, token_keys
 from arbcli.interop.huggingface.companions import companions_of, tokenizer_of
-from arbcli.interop.huggingface.config_json import read_folder_config
 from arbcli.interop.huggingface.dense import (
     ARCHITECTURES,
     Architecture,
@@ -105,10 +103,7 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
     chosen = TYPES[kind] if kind else smallest_type(model.config)
     model_sources = list(sources(model))
     entries = [_entry(part, chosen) for source in model_sources for part in source.parts]
-    # a tuned model keeps the context that it came with, as in the folder of `--to hf`
-    context = (read_folder_config(companions) if companions else model.config).ctx
-    config = dataclasses.replace(model.config, ctx=context)
-    keys = _keys(config, name, weights, architecture) | tokens
+    keys = _keys(model.config, name, weights, architecture) | tokens
     divisors = _divisors(model.config)
     if divisors is not None:
         entries.append(Entry("rope_freqs.weight", tuple(divisors.shape), F32))
