@@ -234,7 +234,9 @@ def train(
             hint = f"{room.HINT}, or `--force` to try it"
             chooses = _chooses_step(settings, init_from)
             sums = settings.get("reduce_dtype") != "none"
-            choices = {"choose": partial(_choose_step, display, sums=sums)} if chooses else {}
+            sets_steps = "steps" not in settings and settings.get("digits") != "fade"
+            choose = partial(_choose_step, display, sums=sums, sets_steps=sets_steps)
+            choices = {"choose": choose} if chooses else {}
             report = start_run(
                 new_config(**settings | machine, processes=processes),
                 out,
@@ -346,15 +348,18 @@ def _choose_step(
     processes: int = 1,
     *,
     sums: bool = True,
+    sets_steps: bool = False,
 ) -> dict[str, Any]:
     """Choose the windows of a step, print a note, and return the settings: see `choose_step`.
+
+    With `sets_steps`, the steps of a short text are those of `EPOCHS` passes.
 
     Raises:
         ArbError: no window fits into the memory.
     """
     import torch
 
-    from arbcli.inspect.recipe import choose_step, usable_bytes
+    from arbcli.inspect.recipe import EPOCHS, choose_step, usable_bytes
 
     budget = usable_bytes(torch.device(config.device), processes)
     size = len(texts.train)
@@ -371,9 +376,14 @@ def _choose_step(
             f"no window of {config.model.ctx:,} tokens fits into {budget / 2**30:.2f} GiB",
             hint="use a smaller `--ctx`, `arb import --rule nibble`, or `--batch 1` to try it",
         )
-    display.noted(f"chosen: {recipe.options} ({recipe.summary})")
-    chosen = ("batch", "accum", "recompute", "reduce_dtype")
-    return {name: getattr(recipe, name) for name in chosen}
+    chosen = {name: getattr(recipe, name) for name in ("batch", "accum", "recompute")}
+    chosen["reduce_dtype"], options = recipe.reduce_dtype, recipe.options
+    tokens = recipe.ctx * recipe.batch * recipe.accum
+    if sets_steps and EPOCHS * size < config.steps * tokens:
+        chosen["steps"] = max(1, round(EPOCHS * size / tokens))
+        options += f" --steps {chosen['steps']}"
+    display.noted(f"chosen: {options} ({recipe.summary})")
+    return chosen
 
 
 def _show_settings(settings: dict[str, Any], *, as_json: bool) -> None:

@@ -23,6 +23,8 @@ LEAST_STEP_TOKENS = 4096
 """Tokens of a step on other devices, and of a short text."""
 STEPS_OF_TEXT = 100
 """Least number of steps in which a text is read once, where `LEAST_STEP_TOKENS` allows it."""
+EPOCHS = 3
+"""Default number of passes over a text that is shorter than the default number of steps."""
 KEPT_TOKENS = 8192
 """Least tokens of a micro-batch on a GPU that keeps its activations. A smaller one spends more time
 on its passes over the gradients than on recomputing activations in a larger one."""

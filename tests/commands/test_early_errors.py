@@ -95,6 +95,7 @@ MISTAKES = {
     "export made --to gguf --out text.txt/a": "cannot write `text.txt`: `text.txt` is not a folder",
     "import .": "cannot read `config.json`",
     "import . --budget much": "`--budget` is `much`",
+    "import . --budget 24": "`--budget` is 24 bytes\nhint: add the unit, such as `--budget 24GiB`",
     "import run": "`run/config.json` has no `model_type`",
     "train --resume text.txt": "there is no run at `text.txt`",
     "train --resume made": "`made` has weights, and no settings of training",

@@ -6,12 +6,14 @@ import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from folders import plain_folder
 from safetensors.torch import load_file
 
+from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import checkpoint_path
 from arbcli.config.training import TrainConfig
@@ -19,6 +21,7 @@ from arbcli.inspect import recipe as recipe_module
 from arbcli.inspect.audit import config_of_any_gpu
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.recipe import SEGMENT, choose_step
+from arbcli.training import run as run_module
 from arbcli.training import sample
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer
@@ -185,6 +188,18 @@ def test_tuning_chooses_its_step_and_a_resume_keeps_it(place, arb_here, monkeypa
     done = arb_here("train", "--resume", "partly", "--steps", "2")
     assert done.returncode == 0, done.stderr
     assert settings_of("partly") == {"batch": 16, "accum": 1, "recompute": True, "ctx": 32}
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"), [([], 5), (["--steps", "7"], 7), (["--weights", "anneal"], 400)]
+)
+def test_a_short_text_is_read_three_times(given, steps, place, arb_here, monkeypatch):
+    Path("text.txt").write_bytes(b"ternary weights learn to read. " * 30)  # 837 are trained on
+    assert arb_here("import", "folder", "--out", "run").returncode == 0
+    tune = ["train", "--init-from", "run", "--data", "text.txt", "--device", "cpu", *given]
+    monkeypatch.setattr(run_module, "build_trainer", mock.Mock(side_effect=ArbError("enough")))
+    arb_here(*tune, "--out", "tuned")
+    assert run_module.build_trainer.call_args.args[0].steps == steps
 
 
 @pytest.mark.parametrize("given", [[], ["--batch", "2"], ["--accum", "2"]])
