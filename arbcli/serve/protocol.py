@@ -69,6 +69,7 @@ def _fits_stop(stop: str | list[str]) -> bool:
     return len(stops) <= MOST_STOPS and all(0 < len(text) <= LONGEST_STOP for text in stops)
 
 
+TEXT_FORMAT = {"type": "text"}
 NO_PENALTY = Field(float, "0, as there are no penalties", lambda value: value == 0)
 FLAG, OBJECT = Field(bool, "true or false"), Field(dict, "an object")
 FIELDS = {
@@ -87,6 +88,7 @@ FIELDS = {
     "user": Field(str, "a string"),
     "presence_penalty": NO_PENALTY,
     "frequency_penalty": NO_PENALTY,
+    "repetition_penalty": Field(float, "1, as there are no penalties", lambda value: value == 1),
     "logit_bias": Field(dict, "empty, as there are no biases", lambda value: not value),
 }  # fmt: skip
 """Fields of both kinds of requests. A field may also be null, which is its default."""
@@ -102,6 +104,8 @@ CHAT_FIELDS = FIELDS | {
     "max_completion_tokens": _bounded(0, MOST),
     "logprobs": FLAG,
     "top_logprobs": _bounded(0, MOST_LOGPROBS),
+    "tools": Field(list[dict], "empty, as there are no tools", lambda value: not value),
+    "response_format": Field(dict, 'text: {"type": "text"}', lambda value: value == TEXT_FORMAT),
 }
 
 

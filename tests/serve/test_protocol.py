@@ -268,6 +268,7 @@ def test_chat_continues_the_template_and_ends_at_its_end(client, engine):
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     messages = [{"role": "user", "content": parts}, {"role": "user", "content": "you"}]
     body = {"messages": messages, "seed": 5, "max_tokens": 9}
+    body |= {"tools": [], "response_format": {"type": "text"}, "repetition_penalty": 1}
     assert client.ask("/v1/chat/completions", body).content["choices"][0] == answer
     body["messages"][0]["content"] = END
     assert client.error(body, "/v1/chat/completions")[0] == 400
@@ -303,12 +304,13 @@ def malformed(draw: random.Random) -> tuple[str, Any]:
         return path, text[:place] + draw.choice([b"", b"\0", b"{", b"]"])
     if kind == 2:
         return path, body | {
-            draw.choice(["prompts", "Model", "tools", "x\n"]): draw.choice([1, "a", [3]])
+            draw.choice(["prompts", "Model", "tool", "x\n"]): draw.choice([1, "a", [3]])
         }
     wrong = {
         "model": 3, "max_tokens": -1, "n": 0, "seed": 1.5, "stop": [""], "stream": "yes",
         "stream_options": {"x": True}, "temperature": 3, "top_p": 0, "top_k": 0, "user": 1,
-        "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"1": 2},
+        "presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 2,
+        "logit_bias": {"1": 2},
     }  # fmt: skip
     assert wrong.keys() == protocol.FIELDS.keys()
     name = draw.choice([*wrong, *body])
