@@ -190,6 +190,12 @@ def test_tuning_chooses_its_step_and_a_resume_keeps_it(place, arb_here, monkeypa
     assert settings_of("partly") == {"batch": 16, "accum": 1, "recompute": True, "ctx": 32}
 
 
+def test_memory_is_left_for_what_is_not_predicted(monkeypatch):
+    monkeypatch.setattr(recipe_module, "free_bytes", lambda _: 1000)
+    assert recipe_module.usable_bytes(torch.device("cuda"), 2) == 950
+    assert recipe_module.usable_bytes(torch.device("cpu"), 2) == 375
+
+
 @pytest.mark.parametrize(
     ("given", "steps"), [([], 5), (["--steps", "7"], 7), (["--weights", "anneal"], 400)]
 )
