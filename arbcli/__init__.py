@@ -229,7 +229,7 @@ def evaluate(
     field: str | None = None,
     data_format: str | None = None,
     stride: int | None = None,
-    batch: int = 16,
+    batch: int | None = None,
     kv: str | None = None,
 ) -> "EvaluateReport":
     """Measure how well a model predicts a text: see `arbcli.generation.evaluation.evaluate`.
@@ -240,7 +240,7 @@ def evaluate(
         field: name of the text field in JSON and similar records.
         data_format: format of `.bin` files, as in `configure`.
         stride: bytes between the starts of two windows; None is half the context.
-        batch: windows in a forward pass.
+        batch: windows in a forward pass; None is 16, and fewer of long windows.
         kv: dtype to which keys and values are rounded, as in `generate`.
 
     Raises:

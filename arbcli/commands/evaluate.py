@@ -60,7 +60,12 @@ def evaluate(
             " a masked model's]",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Windows per forward pass.")] = 16,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Windows per forward pass. [default: 16, of at most 32,768 positions]"
+        ),
+    ] = None,
     draws: Annotated[
         int | None,
         typer.Option(

@@ -36,6 +36,8 @@ from arbcli.model.language_model import LanguageModel
 if TYPE_CHECKING:
     from arbcli.families.media.evaluation import MediaLosses
 
+BATCH, MOST_POSITIONS = 16, 32_768
+"""Default number of windows in a forward pass, and the most positions of several windows."""
 DRAWS = 16
 """Default number of random masks for each window."""
 SEED = 7
@@ -276,7 +278,7 @@ def evaluate(
     description: str,
     *,
     stride: int | None,
-    batch: int,
+    batch: int | None,
     backend: str,
     kv: str | None = None,
     draws: int | None = None,
@@ -291,7 +293,7 @@ def evaluate(
             are predicted.
         description: name of the text, for the report.
         stride: distance between the starts of two windows: see `check_stride`.
-        batch: windows in a forward pass.
+        batch: windows in a forward pass; None is `BATCH`, and fewer of long windows.
         backend: kernel backend.
         kv: format to which keys and values are rounded: see `LanguageModel.cached_as`.
         draws: random masks for each window of a masked model; None is `DRAWS`.
@@ -304,6 +306,8 @@ def evaluate(
     """
     check_masked_option(model.config, "--draws", draws)
     draws = DRAWS if draws is None else draws
+    if batch is None:
+        batch = min(BATCH, max(1, MOST_POSITIONS // model.config.ctx))
     stride = check_stride(model.config, stride)
     check_vocabulary(model.config, model.tokenizer, "")
     documents = text if isinstance(text, Chats) else None

@@ -116,6 +116,14 @@ def test_parts_of_windows_have_the_mean_loss_of_their_positions(near, parts, tmp
         assert part.nats_per_byte == pytest.approx(sum(costs) / len(costs) + log_sum)
 
 
+@pytest.mark.parametrize(("positions", "rows"), [(3 * CTX, 3), (1, 1), (2**15, 16)])
+def test_fewer_long_windows_are_evaluated_at_once(positions, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "MOST_POSITIONS", positions)
+    model, text = Fake(), make_text(tmp_path, bytes(range(250)))
+    evaluate(model, "", text, "", stride=CTX, batch=None, backend="torch")
+    assert max(batch for batch, _ in model.batches) == rows
+
+
 def test_progress_is_in_bytes_for_all_symbols(tmp_path, monkeypatch):
     monkeypatch.setattr(Text, "symbol_bytes", 2.5)
     text, told = make_text(tmp_path, bytes(range(41))), []
