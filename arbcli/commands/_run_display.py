@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 ESTIMATE_AFTER = 10.0
-"""Seconds of training after which the estimated duration is printed."""
+"""Seconds of training after which the estimated duration is printed, if a step is done."""
 LONG_SECONDS = 15 * 60
 """Estimated duration above which a run on a CPU prints faster alternatives."""
 SMALL_WEIGHTS = 4e6
@@ -60,6 +60,7 @@ class RunDisplay(Observer):
     def __exit__(self, *exception: object) -> None:
         if self._estimate:
             self._estimate.cancel()
+            self._estimate = None
         self.line.__exit__(*exception)
 
     def wait(self, what: str) -> None:
@@ -122,9 +123,7 @@ class RunDisplay(Observer):
         self.line.follow(self._progress)
         if self._estimate:  # of an earlier start of the same command
             self._estimate.cancel()
-        self._estimate = Timer(ESTIMATE_AFTER, self.tell_estimate)
-        self._estimate.daemon = True
-        self._estimate.start()
+        self._start_timer()
 
     def stepped(self, step: int) -> None:
         self._step = step
@@ -144,10 +143,19 @@ class RunDisplay(Observer):
             return "", seconds / done * (self.steps - self._step)
         return "more than ", seconds * (self.steps - self._step - 1)
 
+    def _start_timer(self) -> None:
+        self._estimate = Timer(ESTIMATE_AFTER, self.tell_estimate)
+        self._estimate.daemon = True
+        self._estimate.start()
+
     def tell_estimate(self) -> None:
-        """Print the estimated duration, and faster alternatives if it is long."""
-        how, left = self._seconds_left()
-        note(f"time    {how or 'about '}{clock(left)} to step {self.steps:,}")
+        """Print the estimated duration once a step is done; if it is long, what would be faster."""
+        if self._step == self._first_step:
+            if self._estimate:  # the run has not ended
+                self._start_timer()
+            return
+        _, left = self._seconds_left()
+        note(f"time    about {clock(left)} to step {self.steps:,}")
         if self._advice and left > LONG_SECONDS:
             note(f"        quicker, from the start: {self._advice}")
 

@@ -1,6 +1,7 @@
 """Errors speak of fields, and a command line of its options: one place translates."""
 
 import re
+import time
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from arbcli.base.errors import ArbError
 from arbcli.cli import app
+from arbcli.commands import _run_display
 from arbcli.commands._options import (
     given_options,
     read_budget,
@@ -207,6 +209,20 @@ def test_page_of_settings_is_that_of_the_fields():
 def test_page_shows_every_figure_of_its_report(name):
     """`python tests/commands/pages.py` writes them again, to be read before they are committed."""
     assert page(name) == (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_duration_is_estimated_once_a_step_is_done(capsys):
+    with mock.patch.object(_run_display, "Timer") as timer:
+        display = _run_display.RunDisplay(quiet=False, as_json=False)
+        display.steps, display._begun, display._advice = 10, time.perf_counter(), ""
+        display._start_timer()
+        display.tell_estimate()
+        assert timer.call_count == 2
+        assert capsys.readouterr().err == ""
+        display.stepped(1)
+        display.tell_estimate()
+        assert timer.call_count == 2
+    assert "time    about " in capsys.readouterr().err
 
 
 def test_every_page_has_its_text():
