@@ -70,8 +70,8 @@ class Anchored(StreamedTensor):
 
     def _apply(self, function: Any, recurse: bool = True) -> "Anchored":
         """Move the tensor, or change the dtype that it is decoded to."""
+        check_dtype(function(self.anchor.detach()).dtype)
         super()._apply(function, recurse)
-        check_dtype(self.anchor.dtype)
         return self
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -251,6 +251,11 @@ class _Use(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ArbError(
+                "integer weights have no second derivatives",
+                hint="compute the gradient without `create_graph=True`",
+            )
         grad_y, saved = grad_y.contiguous(), ctx.saved_tensors
         grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if any(ctx.needs_input_grad[_FIRST:]):
@@ -282,13 +287,19 @@ class _Multiplied(Anchored, LinearWeight):
         return _multiplied(x, multiply)
 
 
-def _multiplied(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run a product of (M, K) on (..., K), in the dtype of autocast."""
+def _autocast(x: Tensor) -> Tensor:
+    """Convert an input of a product to the dtype of autocast, and check its dtype."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     check_dtype(x.dtype)
-    with torch.autocast(kind, enabled=False):
+    return x
+
+
+def _multiplied(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run a product of (M, K) on (..., K), in the dtype of autocast."""
+    x = _autocast(x)
+    with torch.autocast(x.device.type, enabled=False):
         y = run(x.reshape(-1, x.shape[-1]))
     return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -458,7 +469,7 @@ class ExpertStack(Anchored, ExpertWeight):
             lambda x, bounds: (self.product(x, bounds),),
             lambda grad_y, _, bounds: self.product(grad_y, bounds, transposed=True),
             lambda grad_y, *slots: (slots, grad_y),
-            x,
+            _autocast(x),
             bounds,
         )
 
@@ -482,6 +493,8 @@ def look_up(weight: Anchored, ids: Tensor, padding: int | None) -> Tensor:
     Returns:
         (..., D) of the dtype that the weight is decoded to.
     """
+    if ids.is_floating_point():
+        raise ArbError(f"ids are {ids.dtype}", hint="embeddings look up integers")
     flat = ids.reshape(-1).to(torch.int64)
 
     def express(grad_y: Tensor, ids: Tensor) -> tuple[Any, Tensor]:

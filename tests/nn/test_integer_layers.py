@@ -206,8 +206,27 @@ def test_autocast_multiplies_in_bfloat16():
         y = layer(x)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, layer(x.bfloat16()))
-    with torch.autocast("cpu", torch.float16), pytest.raises(ArbError, match="float16"):
-        layer(x)
+    experts = integers.Experts(torch.randn(2, 12, 16), torch.randn(2, 16, 6))
+    slots = torch.tensor([[0], [1], [1], [0]]), torch.ones(4, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = experts(x, *slots)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, experts(x.bfloat16(), *slots).float())
+    for run in (lambda: layer(x), lambda: experts(x, *slots)):
+        with torch.autocast("cpu", torch.float16), pytest.raises(ArbError, match="float16"):
+            run()
+
+
+def test_second_derivatives_are_refused():
+    layer = integers.Linear(16, 8)
+    x = torch.randn(4, 16, requires_grad=True)
+    with pytest.raises(ArbError, match="no second derivatives"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+
+
+def test_ids_are_integers():
+    with pytest.raises(ArbError, match="ids are torch.float32"):
+        integers.Embedding(16, 8)(torch.tensor([1.5]))
 
 
 def test_evaluation_records_nothing():
@@ -229,9 +248,13 @@ def test_dtype_changes_what_weights_are_decoded_to():
     layer = integers.Linear(16, 8).to(torch.bfloat16)
     assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
     assert {part.dtype for part in layer.state_dict().values()} == {torch.uint8, torch.int8}
+    table = integers.Embedding(16, 8)
     for convert in (nn.Module.half, nn.Module.double):
-        with pytest.raises(ArbError, match="compute in bfloat16 or float32"):
-            convert(integers.Linear(16, 8))
+        for module in (layer, table):
+            with pytest.raises(ArbError, match="compute in bfloat16 or float32"):
+                convert(module)
+    assert layer.weight.dtype == torch.bfloat16
+    assert table(torch.tensor([3])).dtype == torch.float32  # as before the error
 
 
 def test_weights_cannot_be_assigned():
