@@ -125,7 +125,7 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
     while groups:
         uses, storage = groups.pop(0), storages.pop(0)
         first, value = uses[0], uses[0].value
-        dim = width or value.shape[-1]
+        dim = width or (value.shape[-1] if value.ndim else 1)
         changed |= {use.module: use.role for use in uses}
         if first.name not in first.module._parameters:
             pass  # it was fused with another
@@ -243,13 +243,13 @@ def _any_matches(uses: Iterable[_Use], patterns: Iterable[str]) -> bool:
 def _problem(uses: list[_Use]) -> str | None:
     """Return why a parameter cannot be converted; None if it can."""
     value = uses[0].value
-    if nn.parameter.is_lazy(value):
+    if nn.parameter.is_lazy(value) or value.is_meta:
         return "it has no values yet"
     if value.dtype not in DTYPES:
         return f"it is {str(value.dtype).removeprefix('torch.')}, and not bfloat16 or float32"
     if value.layout != torch.strided:
         return "it is sparse"
-    if not value.is_meta and not value.isfinite().all():
+    if not value.isfinite().all():
         return "it has a number that is not finite"
     for use in uses:
         module = use.module

@@ -22,6 +22,9 @@ SUFFIX = "_packed"
 """End of the name of a packed tensor in its module, after the name of the parameter."""
 
 
+_SIZES = "num_embeddings", "embedding_dim", "in_features", "out_features"
+
+
 class IntegerModule(nn.Module):
     """Base of modules with packed parameters."""
 
@@ -35,6 +38,12 @@ class IntegerModule(nn.Module):
         if name in self.__dict__.get("_packed", {}):
             raise _not_assignable(self, name)
         super().register_parameter(name, param)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to change the size of integers."""
+        if name in _SIZES and self.__dict__.get("_packed"):
+            raise _not_assignable(self, name)
+        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Make copies and pickles of a derived class by the class that it was derived from."""
@@ -71,7 +80,7 @@ def _blank(kind: Any, names: tuple[str, ...], experts: bool) -> nn.Module:
 
 def _not_assignable(module: nn.Module, name: str) -> ArbError:
     return ArbError(
-        f"`{type(module).__name__}.{name}` is stored as integers and cannot be assigned",
+        f"`{type(module).__name__}.{name}` cannot be assigned: the module stores integers",
         hint="change the model before `arbcli.to_integers`",
     )
 
@@ -83,15 +92,16 @@ def _reader(name: str) -> property:
         packed = self.__dict__.get("_packed", {})
         if name in packed:
             return packed[name].read()
-        parameters = self.__dict__.get("_parameters", {})
-        if name in parameters:
-            return parameters[name]
-        raise AttributeError(name)
+        if name in self.__dict__:
+            return self.__dict__[name]
+        raise AttributeError(name)  # `nn.Module.__getattr__` continues
 
-    def refuse(self: nn.Module, value: Any) -> None:
-        raise _not_assignable(self, name)
+    def assign(self: nn.Module, value: Any) -> None:
+        if name in self.__dict__.get("_packed", {}):
+            raise _not_assignable(self, name)
+        self.__dict__[name] = value  # as hooks do that compute it from other parameters
 
-    return property(read, refuse)
+    return property(read, assign)
 
 
 class Linear(IntegerModule, nn.Linear):
@@ -297,10 +307,13 @@ def integer_class(kind: Any, names: tuple[str, ...], experts: bool) -> Any:
         names: names of the parameters.
         experts: whether they are those of `Experts`.
     """
-    if kind in (nn.Linear, nn.Embedding):
-        return Linear if kind is nn.Linear else Embedding
+    usual = {nn.Linear: Linear, nn.Embedding: Embedding}.get(kind)
+    if usual is not None and {"weight", "bias"}.issuperset(names):
+        return usual
     bases: tuple[type, ...] = (kind, IntegerModule)
-    if _is_conv1d(kind):
+    if usual is not None:
+        bases = (usual,)
+    elif _is_conv1d(kind):
         bases = (_Conv1D, kind)
     elif issubclass(kind, nn.Linear | nn.Embedding):
         bases = (kind, Linear if issubclass(kind, nn.Linear) else Embedding)
@@ -343,7 +356,7 @@ def pack(module: Any, storage: Storage) -> Any:
         if value is None:
             continue
         roles = roles_of[name]
-        dim = value.shape[-1]
+        dim = value.shape[-1] if value.ndim else 1
         packed = new_packed(value, roles, storage, dim=dim, transposed=is_transposed(module, name))
         packed.round(value.detach())
         hold(module, name, packed, packed)

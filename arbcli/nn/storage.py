@@ -113,8 +113,8 @@ def new_packed(
         elif value.ndim < 2 or value[0].numel() < FEWEST_COLUMNS:
             packed = Numbers(value.numel(), spec, area="vectors", dtype=value.dtype)
         else:
-            matrices = len(value) if value.ndim == 3 else 1
-            rows = shape[1] if value.ndim == 3 else len(value)
+            stacked = value.ndim == 3 and shape[2] >= FEWEST_COLUMNS
+            matrices, rows = (len(value), shape[1]) if stacked else (1, len(value))
             columns = value.numel() // (matrices * rows)
             packed = Stack(
                 matrices * rows, columns, spec, area="read", direction=VECTOR_DIRECTION,

@@ -225,7 +225,7 @@ def test_second_derivatives_are_refused():
 
 
 def test_ids_are_integers():
-    with pytest.raises(ArbError, match="ids are torch.float32"):
+    with pytest.raises(ArbError, match=r"ids are torch\.float32"):
         integers.Embedding(16, 8)(torch.tensor([1.5]))
 
 
@@ -262,3 +262,5 @@ def test_weights_cannot_be_assigned():
     for value in (nn.Parameter(torch.zeros(8, 16)), torch.zeros(8, 16)):
         with pytest.raises(ArbError, match="cannot be assigned"):
             layer.weight = value
+    with pytest.raises(ArbError, match="cannot be assigned"):
+        layer.out_features = 9
