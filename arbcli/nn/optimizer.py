@@ -33,7 +33,8 @@ class IntegerOptimizer(torch.optim.Optimizer):
         seed: seed of the stochastic rounding, 0..2**31-1.
 
     Raises:
-        ArbError: the model has no integer weights, or is trained in several processes.
+        ArbError: the model has no integer weights, a number is out of range, or the model is
+            trained in several processes.
     """
 
     takes_signs = False
@@ -57,6 +58,11 @@ class IntegerOptimizer(torch.optim.Optimizer):
             )
         if accumulation < 1:
             raise ArbError(f"`accumulation` is {accumulation}", hint="use at least 1")
+        if lr < 0 or weight_decay < 0 or not 0 <= seed < 1 << 31:
+            raise ArbError(
+                f"`lr={lr}, weight_decay={weight_decay}, seed={seed}` is out of range",
+                hint="no number is negative, and `seed` is at most 2**31-1",
+            )
         settings = {"accumulation": accumulation, "weight_decay": weight_decay, "seed": seed}
         super().__init__([weight.anchor for weight in self._weights], {"lr": lr, **settings})
         self._updater: Updater | None = None
@@ -105,7 +111,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
                 f"this is backward {self._micro + 1} of a step, which has"
                 f" `accumulation={accumulation}`",
                 hint="call `optimizer.step()`, or pass the number of backward passes in a step as"
-                " `accumulation`",
+                " `accumulation`; use `use_reentrant=False` for activation checkpointing",
             )
         shared = torch.distributed.is_available() and torch.distributed.is_initialized()
         if shared and torch.distributed.get_world_size() > 1:

@@ -13,6 +13,9 @@ from arbcli.base.run_files import CONFIG
 from arbcli.nn.convert import KEY, MARK, ORIGIN, convert
 from arbcli.nn.layers import SUFFIX, IntegerModule
 
+GENERATION = "generation_config.json"
+"""Settings of `model.generate` in a folder of Transformers."""
+
 
 def load_integers(
     folder: Path | str, *, device: Any = None, dtype: torch.dtype | None = None
@@ -51,6 +54,8 @@ def load_integers(
     model = getattr(transformers, name)._from_config(configuration, dtype=dtype)
     convert(model, mark[KEY], rounds=False)
     _read_into(model, folder)
+    if (folder / GENERATION).exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     if device is not None:
         model.to(device)
     return model.eval()
@@ -83,7 +88,9 @@ def float_state_dict(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> d
         Tensors on the CPU by name; tied weights are one tensor with several names.
     """
     modules = {
-        name: part for name, part in model.named_modules() if isinstance(part, IntegerModule)
+        name: part
+        for name, part in model.named_modules(remove_duplicate=False)
+        if isinstance(part, IntegerModule)
     }
     names = {
         f"{name}.{weight}" if name else weight: packed

@@ -191,6 +191,70 @@ def test_exported_weights_are_read_as_they_were(transformers, tmp_path):
         assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
 
 
+def test_folder_keeps_the_settings_of_generation(transformers, tmp_path):
+    model = tiny.build("phi3")
+    arbcli.to_integers(model)
+    model.generation_config.eos_token_id = [2, 7]
+    model.save_pretrained(tmp_path)
+    assert arbcli.load_integers(tmp_path).generation_config.eos_token_id == [2, 7]
+
+
+def test_resizing_an_embedding_is_refused(transformers):
+    for tied in (False, True):
+        model, ids = tiny.build("qwen3", tie_word_embeddings=tied), tiny.batch()
+        arbcli.to_integers(model)
+        wanted = model(ids).logits
+        with pytest.raises(ArbError, match="cannot be assigned"):
+            model.resize_token_embeddings(120)
+        assert torch.equal(model(ids).logits, wanted)
+
+
+def test_state_of_a_module_that_is_used_twice_has_all_names():
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    wanted = model.state_dict()
+    arbcli.to_integers(model)
+    floats = arbcli.nn.float_state_dict(model)
+    assert {*floats} == {*wanted}
+    assert floats["0.weight"] is floats["2.weight"]
+
+
+def test_parameters_of_other_names_are_read_and_trained():
+    """A gain of the user, and hooks that compute `weight` from other parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    model[0].gain = nn.Parameter(torch.tensor(1.5))
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        nn.utils.weight_norm(model[1])
+    nn.utils.spectral_norm(model[2])
+    model.eval()  # no power iterations
+    x = torch.randn(4, 16)
+
+    def run():
+        return model(x * model[0].gain)
+
+    wanted = run()
+    optimizer = arbcli.to_integers(model, lr=0.3)
+    assert (run() - wanted).norm() < 0.02 * wanted.norm()
+    before = arbcli.nn.float_state_dict(model)
+    for _ in range(2):
+        run().square().sum().backward()
+        optimizer.step()
+    after = arbcli.nn.float_state_dict(model)
+    names = ["0.weight", "0.bias", "0.gain", "1.bias", "1.weight_g", "1.weight_v", "2.bias"]
+    assert {*before} == {*names, "2.weight_orig", "2.weight_u", "2.weight_v"}
+    for name in (*names, "2.weight_orig"):
+        assert not torch.equal(before[name], after[name]), name
+
+
+def test_rows_of_taps_share_scales():
+    """Taps of a convolution are a matrix with a row for each output."""
+    layer = nn.Conv1d(64, 8, 3)
+    arbcli.to_integers(layer)
+    weight = packed(layer)["weight"]
+    assert (weight.matrices, weight.out_features, weight.in_features) == (1, 8, 192)
+
+
 class Small(nn.Module):
     """A model with a tied head, a gain and a layer that is skipped."""
 
@@ -257,6 +321,7 @@ def test_tied_weights_step_once_by_both_gradients():
     ("change", "problem"),
     [
         (lambda model: model.inner[0].half(), "it is float16"),
+        (lambda model: model.inner[0].to("meta"), "no values"),
         (lambda model: nn.init.constant_(model.inner[0].bias, torch.inf), "not finite"),
         (lambda model: model.inner.append(nn.LSTM(4, 4)), "LSTM reads its weights"),
         (lambda model: nn.utils.parametrizations.weight_norm(model.inner[0]), "parametrized"),

@@ -244,6 +244,12 @@ def test_models_without_integers_are_refused():
         build(accumulation=0)
 
 
+@pytest.mark.parametrize("settings", [{"lr": -0.1}, {"weight_decay": -1.0}, {"seed": 1 << 31}])
+def test_numbers_out_of_range_are_refused(settings):
+    with pytest.raises(ArbError, match="out of range"):
+        build(**settings)
+
+
 def test_several_gpus_of_a_process_are_refused():
     model, _, _ = build()
     with pytest.raises(ArbError, match="several GPUs"):
