@@ -638,6 +638,8 @@ class Updater:
                 tensor.rule.end_scales(state, control)
                 if not tensor.rule.moment_range:
                     continue  # its weights have stepped with each gradient
+                squares = control.squares.zero_()  # of its last gradient, maybe an earlier one
+                moment_squares(tensor.rule.moment_bytes(state), squares, tensor.rule.share_a_byte)
                 if tensor.direction is None or not tensor.gradient_moment:
                     tensor.rule.step_along_moment(state, ok, control)
                     continue

@@ -71,8 +71,10 @@ class IntegerOptimizer(torch.optim.Optimizer):
         self._runs_backward = False
         self._stepped: set[tuple[int, int]] = set()
         """Tensors with a gradient in this backward, by their addresses and first matrices."""
-        self._touched: dict[int, TernaryTensor] = {}
-        """Tensors with a gradient in this step."""
+        self._blended: set[tuple[int, int]] = set()
+        """The same of this step."""
+        self._unstepped: dict[int, TernaryTensor] = {}
+        """Tensors whose moments have gradients of this step, and which did not step along them."""
         for weight in self._weights:
             weight.sink = self._consume
         _guard_other_optimizers()
@@ -100,8 +102,22 @@ class IntegerOptimizer(torch.optim.Optimizer):
                 hint="use `use_reentrant=False` for activation checkpointing",
             )
         self._stepped.add(key)
-        self._touched[id(tensor)] = tensor
-        self._updater_now(tensor, grad, where)
+        updater = self._updater_now
+        late = self._micro > 1 and key not in self._blended
+        self._blended.add(key)
+        if updater.last and not late:
+            self._unstepped.pop(id(tensor), None)
+        else:
+            self._unstepped[id(tensor)] = tensor
+        if not late:
+            updater(tensor, grad, where)
+            return
+        last = updater.last
+        updater.step_held()
+        updater.first, updater.last = True, False  # its moment decays now, and it steps at the end
+        updater(tensor, grad, where)
+        updater.step_held()
+        updater.first, updater.last = False, last
 
     def _begin_backward(self) -> None:
         group = self.param_groups[0]
@@ -166,13 +182,14 @@ class IntegerOptimizer(torch.optim.Optimizer):
                 result = closure()
         if self._micro:
             updater = self._updater_now
-            if self._micro < self.param_groups[0]["accumulation"]:
-                updater.end_early(self._touched.values())
+            if self._unstepped:
+                updater.end_early(self._unstepped.values())
             updater.finish()
             self.count_step()
         self._micro, self._runs_backward = 0, False
         self._stepped.clear()
-        self._touched.clear()
+        self._blended.clear()
+        self._unstepped.clear()
         return result
 
     def count_step(self) -> None:

@@ -94,6 +94,29 @@ def test_a_step_that_ends_early_steps_weights(rule):
     assert optimizer.state_dict()["state"][0]["step_of_run"] == 1
 
 
+@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
+def test_layers_of_some_backward_passes_step_once(rule):
+    """Branches with equal weights and gradients, in the first or the last backward of a step."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+    model[1].load_state_dict(model[0].state_dict())
+    optimizer = arbcli.to_integers(model, rule=rule, lr=1.0, accumulation=2)
+    x, slopes = torch.randn(32, 32), torch.randn(32, 32)
+    before = digits(model)
+    for _ in range(6):
+        for branch in model:
+            (branch(x) * slopes).sum().backward()
+        optimizer.step()
+    first, last = (part - before[name] for name, part in digits(model).items() if "weight" in name)
+    steps = first.flatten().float(), last.flatten().float()
+    assert nn.functional.cosine_similarity(*steps, dim=0) > 0.8
+    lengths = [step.norm().item() for step in steps]
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.1)
+    if rule == "moment":
+        moments = [branch.weight_packed.moment.float().norm().item() for branch in model]
+        assert moments[1] == pytest.approx(moments[0], rel=0.1)
+
+
 def test_an_early_step_is_close_to_a_complete_one():
     """Two of two gradients step as two of three, but for their shares of the moment."""
     moved = []
