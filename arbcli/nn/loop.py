@@ -30,6 +30,9 @@ def linear_cross_entropy(
 
     Returns:
         A float32 scalar.
+
+    Raises:
+        ArbError: a target is no symbol; on a GPU, this is not checked.
     """
     rows, symbols = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     packed = head._packed.get("weight") if isinstance(head, IntegerModule) else None
@@ -37,6 +40,11 @@ def linear_cross_entropy(
         logits = head(rows).float()
         return functional.cross_entropy(logits, symbols, ignore_index=ignore_index)
     mask = symbols != ignore_index
+    if not symbols.is_cuda and ((symbols < 0) | (symbols >= packed.out_features))[mask].any():
+        raise ArbError(
+            f"a target is outside of 0..{packed.out_features - 1}",
+            hint="targets without a loss are `ignore_index`",
+        )
     losses = packed.losses(rows, symbols.where(mask, 0))
     return (losses * mask).sum() / mask.sum()
 

@@ -216,7 +216,16 @@ class IntegerOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore step, counters and settings."""
+        """Restore step, counters and settings.
+
+        Raises:
+            ArbError: it is the state of another optimizer.
+        """
+        if "step_of_run" not in state_dict["state"].get(0, {}):
+            raise ArbError(
+                "the state is not that of an optimizer of integer weights",
+                hint="pass what `state_dict()` of an `IntegerOptimizer` returned",
+            )
         super().load_state_dict(state_dict)
         state = {name: int(value) for name, value in self.state[self._weights[0].anchor].items()}
         self.step_number = state.pop("step_of_run")

@@ -119,12 +119,17 @@ def export_float(model: Any, folder: Path | str, dtype: torch.dtype = torch.bflo
         dtype: dtype of the weights; bfloat16 holds all digits.
 
     Raises:
-        ArbError: the model is not one of Transformers.
+        ArbError: the model is not one of Transformers, or was not converted.
     """
     if not hasattr(model, "save_pretrained"):
         raise ArbError(
             f"`{type(model).__name__}` has no `save_pretrained`",
             hint="save what `arbcli.nn.float_state_dict(model)` returns",
+        )
+    if not hasattr(model, "_float_conversions"):
+        raise ArbError(
+            "the model itself was not converted to integers",
+            hint="pass the model that `arbcli.to_integers` converted",
         )
     configuration, conversions = model.config, model._weight_conversions
     model.config = copy.deepcopy(configuration)

@@ -73,6 +73,8 @@ def test_plain_transformers_refuses_integers(transformers, tmp_path):
     model.save_pretrained(tmp_path / "floats")
     with pytest.raises(ArbError, match="has no integer weights"):
         arbcli.load_integers(tmp_path / "floats")
+    with pytest.raises(ArbError, match="was not converted"):
+        arbcli.export_float(model, tmp_path / "floats")
 
 
 def test_experts_are_not_decoded_whole(transformers):

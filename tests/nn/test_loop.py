@@ -51,6 +51,14 @@ def test_loss_without_logits_equals_that_of_logits():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
 
 
+def test_targets_are_symbols():
+    model = Tied()
+    arbcli.to_integers(model)
+    for target in (5000, -1):
+        with pytest.raises(ArbError, match=r"outside of 0\.\.4999"):
+            arbcli.nn.linear_cross_entropy(model.head, torch.randn(1, 16), torch.tensor([target]))
+
+
 def test_loss_of_other_heads_is_that_of_torch():
     head = arbcli.nn.Linear(16, 12)
     x, targets = torch.randn(5, 16), torch.tensor([3, 0, -100, 11, 5])

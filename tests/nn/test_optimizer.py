@@ -260,6 +260,13 @@ def test_frozen_models_pass_gradients_on():
     assert equal(before, state(model))
 
 
+def test_states_of_other_optimizers_are_refused():
+    model, optimizer, _ = build()
+    other = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ArbError, match="state is not that"):
+        optimizer.load_state_dict(other.state_dict())
+
+
 def test_models_without_integers_are_refused():
     with pytest.raises(ArbError, match="has no integer weights"):
         arbcli.nn.IntegerOptimizer(nn.Linear(3, 3))
