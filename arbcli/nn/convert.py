@@ -54,7 +54,7 @@ def to_integers(
     direction: str | None = None,
     rules: Mapping[str, str] | None = None,
     scale_types: Mapping[str, str] | None = None,
-    skip: Sequence[str] = (),
+    skip: str | Sequence[str] = (),
     skip_unsupported: bool = False,
     fuse: Sequence[Sequence[str]] = (),
     accumulation: int = 1,
@@ -79,7 +79,7 @@ def to_integers(
         direction: direction of the steps of matrices; None is the default of the rule.
         rules: rules by pattern, at the learning rate of `rule`.
         scale_types: scale types by pattern.
-        skip: patterns of parameters that stay float.
+        skip: pattern of parameters that stay float, or several.
         skip_unsupported: whether parameters that cannot be converted stay float.
         fuse: names of linear layers of a module that multiply the same input, and are stepped as
             one matrix, as `arb train` does; `PROJECTIONS` are those of most models.
@@ -97,7 +97,8 @@ def to_integers(
     set_environment()
     settings: dict[str, Any] = {
         "rule": rule, "weights": weights, "scale_type": scale_type, "direction": direction,
-        "rules": dict(rules or {}), "scale_types": dict(scale_types or {}), "skip": [*skip],
+        "rules": dict(rules or {}), "scale_types": dict(scale_types or {}),
+        "skip": [skip] if isinstance(skip, str) else [*skip],
         "skip_unsupported": skip_unsupported, "fuse": [[*names] for names in fuse],
     }  # fmt: skip
     convert(model, settings, rounds=True)

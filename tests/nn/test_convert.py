@@ -280,10 +280,11 @@ def packed(model: nn.Module) -> dict:
     }
 
 
-def test_patterns_choose_what_is_converted_and_how():
+@pytest.mark.parametrize("skip", [["inner.1"], "inner.1"])
+def test_patterns_choose_what_is_converted_and_how(skip):
     model = Small()
     arbcli.to_integers(
-        model, skip=["inner.1"], rules={"inner.*": "nibble", "*.2.weight": "carry"},
+        model, skip=skip, rules={"inner.*": "nibble", "*.2.weight": "carry"},
         scale_types={"embedding": "T64"},
     )  # fmt: skip
     assert {*arbcli.floats(model)} == {"inner.1.weight", "inner.1.bias"}
