@@ -43,6 +43,7 @@ OF_OTHERS = {
     ("convert.py", "skip_unsupported"), ("initial.py", "preset"), ("__init__.py", "--upgrade"),
     ("weights.py", "use_reentrant"), ("weights.py", "bf16"), ("weights.py", "dtype"),
     ("optimizer.py", "accumulation"), ("optimizer.py", "use_reentrant"),
+    ("weights.py", "create_graph"),
 }  # fmt: skip
 """Old names, arguments of libraries, and an area of a model."""
 PLACE = {"device": "cpu", "backend": "torch", "compute": "fp32"}

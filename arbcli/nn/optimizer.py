@@ -61,7 +61,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         if lr < 0 or weight_decay < 0 or not 0 <= seed < 1 << 31:
             raise ArbError(
                 f"`lr={lr}, weight_decay={weight_decay}, seed={seed}` is out of range",
-                hint="no number is negative, and `seed` is at most 2**31-1",
+                hint="no number is negative, and a seed is at most 2**31-1",
             )
         settings = {"accumulation": accumulation, "weight_decay": weight_decay, "seed": seed}
         super().__init__([weight.anchor for weight in self._weights], {"lr": lr, **settings})
