@@ -189,14 +189,14 @@ def main() -> int:
     files = [[str(path)] if path else None for path in (args.data, args.val)]
     texts = open_texts(*files, seed=0, context=256)
     with joined(place, args.part) as group:
-        about, capture = (args.preset, texts, group), not args.eager
+        subject, capture = (args.preset, texts, group), not args.eager
         if args.part == "bits":
             with deterministic():
-                rows = [compare_bits(*about, capture, args.steps or 8, 4, args.digits)]
+                rows = [compare_bits(*subject, capture, args.steps or 8, 4, args.digits)]
             if group.first:
                 print(json.dumps(rows[0]), flush=True)
         else:
-            rows = time_steps(*about, capture, args.kinds or ["wire", "rule", "twin"])
+            rows = time_steps(*subject, capture, args.kinds or ["wire", "rule", "twin"])
         group.agree(0)
         if group.first:
             command = results.command_line("many_gpus", args.part, "--preset", args.preset)

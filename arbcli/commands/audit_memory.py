@@ -191,12 +191,12 @@ def _settings_of_run(run: Path, changes: dict[str, Any]) -> dict[str, Any]:
         raise ArbError(
             f"`{run}` and `--preset` or `--model` both name a model", hint="give one of them"
         )
-    found = find_run(run)
-    path = run_of(found) / CONFIG
-    if not path.exists() and (model := config_in_header(found)):  # imported
-        from arbcli.inspect.recipe import WINDOW
+    checkpoint = find_run(run)
+    path = run_of(checkpoint) / CONFIG
+    if not path.exists() and (model := config_in_header(checkpoint)):  # imported
+        from arbcli.inspect.recipe import tuning_context
 
-        return {"preset": model, "ctx": min(model.ctx, WINDOW)} | changes
+        return {"preset": model, "ctx": tuning_context(model)} | changes
     settings = {name: value for name, value in read_settings(path).items() if name in OF_RUN}
     return settings | {"preset": read_model(path)} | changes
 

@@ -143,14 +143,14 @@ def _choose(
     import torch
 
     from arbcli.inspect.audit import config_of_any_gpu
-    from arbcli.inspect.recipe import USABLE, WINDOW, choose_step
+    from arbcli.inspect.recipe import USABLE, choose_step, tuning_context
 
     if budget is None and not torch.cuda.is_available():
         return configs[0], None, ""
     if budget is None:
         budget = int(USABLE * torch.cuda.get_device_properties(0).total_memory)
     for config in configs:
-        tuned = config_of_any_gpu(preset=config, ctx=min(config.ctx, WINDOW))
+        tuned = config_of_any_gpu(preset=config, ctx=tuning_context(config))
         if recipe := choose_step(tuned, budget, progress=progress):
             return config, recipe, f"with rule {recipe.rule}, {recipe.summary}:"
     return configs[0], None, f"no training step fits into {budget / 2**30:.2f} GiB"

@@ -234,7 +234,8 @@ def train(
             hint = f"{room.HINT}, or `--force` to try it"
             chooses = _chooses_step(settings, init_from)
             sums = settings.get("reduce_dtype") != "none"
-            sets_steps = "steps" not in settings and settings.get("digits") != "fade"
+            fades = settings.get("digits") == "fade"
+            sets_steps = minutes is None and "steps" not in settings and not fades
             choose = partial(_choose_step, display, sums=sums, sets_steps=sets_steps)
             choices = {"choose": choose} if chooses else {}
             report = start_run(
@@ -327,9 +328,9 @@ def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> 
         settings.setdefault("tokenizer", str(initial.path.with_name(run_files.TOKENIZER)))
     imported = (initial.path.parent / run_files.COMPANIONS).exists()
     if imported:
-        from arbcli.inspect.recipe import WINDOW
+        from arbcli.inspect.recipe import tuning_context
 
-        settings.setdefault("ctx", min(saved.ctx, WINDOW))
+        settings.setdefault("ctx", tuning_context(saved))
     if saved.digits != "trit" and imported:
         fades = settings.get("digits") == "fade"
         settings.setdefault("lr", LR_OF_FADING_TUNING if fades else LR_OF_TUNING)

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from arbcli.config.model import ModelConfig
 from arbcli.config.training import MOST_IN_PLACE, TrainConfig, default_sums
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.ranks import share_out
@@ -73,6 +74,11 @@ class Recipe:
         tokens = self.ctx * self.batch * self.accum
         words = f"{tokens:,} tokens a step, {used:.2f} of {budget:.2f} GiB predicted"
         return f"{words}, {self.speed}" if self.speed else words
+
+
+def tuning_context(model: ModelConfig) -> int:
+    """Return the default length of windows on which an imported model is tuned, in tokens."""
+    return min(model.ctx, WINDOW)
 
 
 def usable_bytes(device: torch.device, processes: int = 1) -> int:

@@ -32,7 +32,7 @@ def linear_cross_entropy(
         A float32 scalar.
 
     Raises:
-        ArbError: a target is no symbol; on a GPU, this is not checked.
+        ArbError: a target is outside of the vocabulary; not checked on a GPU.
     """
     rows, symbols = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     packed = head._packed.get("weight") if isinstance(head, IntegerModule) else None

@@ -118,7 +118,7 @@ class SymbolWeight(LinearWeight):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Compute the cross-entropy of each row in nats, and the log-sum-exp of its logits.
 
-        The third result are the logits of the first chunks, up to `room` bytes.
+        The third result holds the logits of the first chunks, up to `room` bytes.
         """
         total = torch.full((len(x),), -torch.inf, dtype=torch.float32, device=x.device)
         target_logits, kept = torch.zeros_like(total), list[Tensor]()
