@@ -1,7 +1,7 @@
 """Orthogonalisation on a GPU, by Newton-Schulz iterations of one matrix or of stacks."""
 
 from collections.abc import Sequence
-from itertools import groupby, islice
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -10,21 +10,14 @@ from arbcli.kernels.update.newton_schulz import gram, gram_polynomial, shares_po
 from arbcli.kernels.update.unit_moment import unit_moments
 
 TINY = 1e-30
-Coefficients = tuple[float, float, float]
-COEFFICIENTS = (
-    (8.2424, -23.4253, 16.6938),
-    (4.0046, -2.8661, 0.5193),
-    (3.5680, -2.5710, 0.4879),
-    (2.6315, -1.8911, 0.4172),
-)
-"""Alpha, beta and gamma of each step. Each polynomial is the closest to 1 on the interval that the
-steps before leave of singular values 0.0025 .. 1, made 2 % longer, as bf16 rounds. After four steps
-they are within 0.28 of 1, and smaller ones 310 times as large."""
-RUNS = (2, 2)
-"""Split of the steps for wide matrices: the steps of a run are composed to one product."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+RUNS = (3, 2)
+"""Split of `STEPS` for wide matrices: the steps of a run are composed to one product."""
 WIDE = 2
-"""Smallest m / n of a wide matrix (n, m). Composition saves two products x @ x.T and two p @ x, and
-costs six products of (n, n) by (n, n); the two break even here, as symmetric products cost half."""
+"""Smallest m / n of a wide matrix (n, m). Composition saves three products x @ x.T and three p @ x,
+and costs nine products of (n, n) by (n, n); the two break even here, as symmetric products cost
+half."""
 WIDE_PRODUCTS = {"cpu": 0, "cuda": 2**31}
 """Smallest n * n * m of a stack of wide matrices, by kind of device; below it the three additional
 launches on a GPU cost more than composition saves."""
@@ -35,18 +28,16 @@ def newton_schulz(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
     On the smaller side of the matrix, X being (n, m) with n <= m:
 
-        X_k+1 = P_k(A_k) X_k,  A_k = X_k X_k.T,  P_k(A) = alpha I + beta A + gamma A A
+        X_k+1 = P(A_k) X_k,  A_k = X_k X_k.T,  P(A) = alpha I + beta A + gamma A A
 
     So X_k = Q_k X_0, and Q_k, (n, n), only depends on A_0. For wide matrices the steps of a run are
     composed to one Q, and X is multiplied twice per run instead of twice per step. But A has the
     squares of the singular values: small ones are lost to rounding, may become negative, and are
-    then multiplied by alpha squared in every step. So there are two runs, and the second restarts
-    from the X of the first.
+    then multiplied by 12 in every step. This is harmless for two or three steps, and diverges with
+    five. So there are two runs, and the second restarts from the X of the first.
 
-    Sources: K. Jordan et al., "Muon", https://kellerjordan.github.io/posts/muon/; N. Amsel et al.,
-    "The Polar Express", https://arxiv.org/abs/2505.16932, for polynomials that differ by step; and
-    for runs and restart Dao-AILab, "Gram Newton-Schulz",
-    https://dao-lab.ai/blog/2026/gram-newton-schulz
+    Sources: K. Jordan et al., "Muon", https://kellerjordan.github.io/posts/muon/, and for runs and
+    restart Dao-AILab, "Gram Newton-Schulz", https://dao-lab.ai/blog/2026/gram-newton-schulz
 
     Args:
         grad: (N, K), or a stack (B, N, K); each matrix finite. Matrices of zeros stay zero.
@@ -58,8 +49,8 @@ def newton_schulz(grad: Tensor, dtype: torch.dtype) -> Tensor:
     tall = grad.shape[-2] > grad.shape[-1]
     x = grad.mT if tall else grad
     x = _divide_by_norm(x, torch.empty_like(x, dtype=dtype))
-    for coefficients in _runs(x):
-        x = _product(_compose(gram(x), coefficients), x)
+    for steps in _runs(x):
+        x = _product(_compose(gram(x), steps), x)
     return x.mT if tall else x
 
 
@@ -83,11 +74,11 @@ def orthogonalise_stacked(
         places, x = stacks.pop()
         tall = x.shape[-2] > x.shape[-1]
         x = x.mT if tall else x
-        if len(_runs(x)) == len(COEFFICIENTS) and shares_polynomial(x):
+        if max(_runs(x)) == 1 and shares_polynomial(x):
             together.setdefault(x.shape[-2], []).append((places, tall, x))
             continue
-        for coefficients in _runs(x):
-            x = _product(_compose(gram(x), coefficients), x)
+        for steps in _runs(x):
+            x = _product(_compose(gram(x), steps), x)
         for i, part in zip(places, x.mT if tall else x, strict=True):
             results[i] = part
     for alike in together.values():
@@ -106,11 +97,11 @@ def _orthogonalise_alike(stacks: list[Tensor]) -> list[Tensor]:
         stacks: (B, n, m) each, n <= m; replaced as they are used.
     """
     sizes, (n, _) = [len(x) for x in stacks], stacks[0].shape[-2:]
-    for coefficients in COEFFICIENTS:
+    for _ in range(STEPS):
         squares = stacks[0].new_empty(sum(sizes), n, n)
         for x, square in zip(stacks, squares.split(sizes), strict=True):
             torch.bmm(x, x.mT, out=square)
-        polynomials = gram_polynomial(squares, *coefficients)
+        polynomials = gram_polynomial(squares, *COEFFICIENTS)
         del squares, square
         for i, q in enumerate(polynomials.split(sizes)):
             stacks[i] = _product(q, stacks[i])
@@ -157,17 +148,15 @@ def _divide_by_norm(x: Tensor, out: Tensor) -> Tensor:
     return torch.div(x, norm + TINY, out=out)
 
 
-def _runs(x: Tensor) -> Sequence[Sequence[Coefficients]]:
-    """Return the coefficients of the steps of each run, for a matrix (n, m) or a stack, n <= m.
+def _runs(x: Tensor) -> Sequence[int]:
+    """Return the number of steps of each run, for a matrix (n, m) or a stack, n <= m.
 
     The loop over runs is in the callers, which replace x: a function would keep its argument alive
     while it runs, at least after torch's compiler was used.
     """
     n, m = x.shape[-2:]
     least = WIDE_PRODUCTS.get(x.device.type, WIDE_PRODUCTS["cuda"])
-    runs = RUNS if m >= WIDE * n and x.numel() * n >= least else (1,) * len(COEFFICIENTS)
-    steps = iter(COEFFICIENTS)
-    return [[*islice(steps, length)] for length in runs]
+    return RUNS if m >= WIDE * n and x.numel() * n >= least else [1] * STEPS
 
 
 def _product(q: Tensor, x: Tensor) -> Tensor:
@@ -175,20 +164,20 @@ def _product(q: Tensor, x: Tensor) -> Tensor:
     return q @ x if x.stride(-1) == 1 else (x.mT @ q.mT).mT
 
 
-def _compose(square: Tensor, steps: Sequence[Coefficients]) -> Tensor:
+def _compose(square: Tensor, steps: int) -> Tensor:
     """Return the product Q of consecutive Newton-Schulz steps.
 
-    A_k = Q_k A_0 Q_k.T and Q_k+1 = P_k(A_k) Q_k. Polynomials of A commute, but rounded ones do not.
+    A_k = Q_k A_0 Q_k.T and Q_k+1 = P(A_k) Q_k. Polynomials of A commute, but rounded ones do not.
     This order is robust: A_k always belongs to X_k = Q_k X_0, for any rounding of Q_k.
 
     Args:
         square: (n, n) or (B, n, n), A_0.
-        steps: coefficients of each step, 1 or more.
+        steps: number of steps, 1 or more.
 
     Returns:
         Like `square`.
     """
-    q = gram_polynomial(square, *steps[0])
-    for coefficients in steps[1:]:
-        q = gram_polynomial(q @ (square @ q.mT), *coefficients) @ q
+    q = gram_polynomial(square, *COEFFICIENTS)
+    for _ in range(steps - 1):
+        q = gram_polynomial(q @ (square @ q.mT), *COEFFICIENTS) @ q
     return q
