@@ -89,9 +89,12 @@ class Case:
 CASES = {
     "8b-moment": Case(shape="8b", kind="moment orthogonal", gib=24),
     "8b-nibble": Case(shape="8b", kind="nibble orthogonal", gib=16),
+    "8b-factored": Case(shape="8b", kind="moment factored", gib=24),
+    "8b-nibble-factored": Case(shape="8b", kind="nibble factored", gib=16),
     "8b-bf16": Case(shape="8b", kind="bf16 Adafactor"),
     "8b-moment-fp8": Case(shape="8b", kind="moment orthogonal fp8", gib=24),
     "8b-nibble-fp8": Case(shape="8b", kind="nibble orthogonal fp8", gib=16),
+    "8b-factored-fp8": Case(shape="8b", kind="moment factored fp8", gib=24),
     "8b-bf16-fp8": Case(shape="8b", kind="bf16 Adafactor fp8"),
     "0.6b-moment": Case(shape="0.6b", kind="moment orthogonal", batch=4, recompute=False),
     "0.6b-adamw": Case(shape="0.6b", kind="float32 AdamW", batch=4, recompute=False),
@@ -110,6 +113,7 @@ CASES = {
 SEVERAL_WINDOWS = (
     "8b-moment:4x8", "8b-moment-fp8:4x8", "8b-nibble:4x8", "8b-bf16:4x8", "8b-bf16:32x1",
     "8b-moment:4x2", "8b-moment-fp8:4x2", "8b-nibble:4x2", "8b-bf16:4x2", "8b-bf16:8x1",
+    "8b-factored:4x8", "8b-factored-fp8:4x8", "8b-factored:4x2", "8b-factored-fp8:4x2",
     "1.7b-moment:4x8", "1.7b-bf16:4x8", "0.6b-moment:4x8", "0.6b-bf16:4x8",
 )  # fmt: skip
 """Cases with more tokens a step, by default measured after those of `CASES`."""

@@ -88,6 +88,7 @@ RULES = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "moment, fp8": {"compute": "fp8"},
     "moment, 8 x 8": {"batch": 8, "accum": 8},
+    "moment, averaged": {"weight_average": 50},
 }
 """Options of the run that differ from those of `moment`, by kind."""
 MIXTURES = {
@@ -151,8 +152,10 @@ TOKENS = Setting(
     rates={
         "swept": {
             "AdamW": (3e-4, 1e-3, 1e-4, 3e-3),
-            "moment": (0.01, 0.003, 0.03, 0.1),
-            "nibble": (0.01, 0.003, 0.03, 0.1),
+            "moment": (0.01, 0.005, 0.003, 0.03),
+            "moment factored": (0.01, 0.003, 0.03),
+            "moment, averaged": (0.01, 0.02),
+            "nibble": (0.01, 0.005, 0.003, 0.03),
             "moment, fp8": (0.03, 0.01),
         },
         "others": {"LoRA 16, all matrices": (1e-3, 3e-3, 3e-4, 1e-2)},
