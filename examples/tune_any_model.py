@@ -24,12 +24,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=4, help="windows of a step")
     parser.add_argument("--ctx", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--lr", type=float, default=0.003, help="learning rate")
     options = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).to(device)
-    optimizer = arbcli.to_integers(model)
+    optimizer = arbcli.to_integers(model, lr=options.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
     print("floats that are left:", ", ".join(arbcli.floats(model)) or "none")
 

@@ -476,7 +476,7 @@ MLPRuleToCome = option_for(
 )
 ScaleTypeToCome = option_for("scale_type", default="T128 for trits, T32 for int8")
 DirectionToCome = option_for(
-    "direction", help="Optimizer for later training; the state is laid out for it.", default=""
+    "direction", help="Default optimizer for later training.", default=""
 )
 CacheDtype = Annotated[
     str | None,

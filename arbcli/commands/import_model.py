@@ -54,7 +54,7 @@ def import_model(
     attention_rule: AttentionRuleToCome = None,
     mlp_rule: MLPRuleToCome = None,
     scale_type: ScaleTypeToCome = None,
-    direction: DirectionToCome = "muon",
+    direction: DirectionToCome = "adafactor",
     ignore_field: Annotated[
         list[str] | None,
         typer.Option(

@@ -334,6 +334,8 @@ def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> 
     if saved.digits != "trit" and imported:
         fades = settings.get("digits") == "fade"
         settings.setdefault("lr", LR_OF_FADING_TUNING if fades else LR_OF_TUNING)
+        if fades and initial.checkpoint.step == 0:
+            settings.setdefault("direction", "orthogonal")
     return initial
 
 

@@ -8,8 +8,10 @@ from arbcli.config.model import ModelConfig
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.model.rules import DIGITS, FADED
 
-FREE = ("ctx", "digits")
+FREE = ("ctx", "digits", "direction")
 """Settings of a model that may differ from the saved model; `digits` only as in `digits_after`."""
+FOLLOWING = ("embedding_direction", "head_direction")
+"""Settings whose defaults depend on `direction`."""
 
 
 def is_kept(name: str) -> bool:
@@ -20,17 +22,17 @@ def is_kept(name: str) -> bool:
 def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
     """Check that a run's model matches the saved model of its initial weights.
 
-    Equal shapes of tensors are not sufficient: the number of heads, norms without weights and
-    directions do not appear in them.
+    Equal shapes of tensors are not sufficient: the number of heads and norms without weights do not
+    appear in them.
 
     Args:
         model: model of the run.
         saved: model of the initial weights.
 
     Raises:
-        ArbError: a setting not in `FREE` differs, or `digits` would change the weights' values.
+        ArbError: another setting differs, or `digits` would change the weights' values.
     """
-    free = {name: getattr(saved, name) for name in FREE}
+    free = {name: getattr(saved, name) for name in (*FREE, *FOLLOWING)}
     fields, saved_fields = map(dataclasses.asdict, (dataclasses.replace(model, **free), saved))
     if difference := first_difference(fields, saved_fields):
         name, ours, theirs = difference

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 RELOAD = "continue from the last checkpoint with `--resume`; if it recurs, a GPU may be faulty"
 AVERAGE = ".average"
 """Suffix of the names of averages of weights."""
+STATISTICS = (".row_statistic", ".column_statistic")
+"""Endings of the names of a direction's statistics."""
 WIRE = ".wire_exponent"
 """Suffix of the names of buffers that only runs with several processes have."""
 
@@ -615,25 +617,36 @@ class Trainer:
         return {"wire": self.shared.bytes_a_weight()}
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
-        """Load the state of a checkpoint, but start at step 0 with zero counters.
+        """Load the state of another run's checkpoint, but start at step 0 with zero counters.
+
+        Averages start at the weights if the checkpoint has none, and statistics of directions start
+        unset if the directions are others.
 
         Raises:
             ArbError: the checkpoint belongs to another model.
         """
+        tensors, state = dict(checkpoint.tensors), self.model.state_dict()
+        starts_averages = self.config.weight_average and "average" not in checkpoint.data
+        if starts_averages:
+            tensors |= {n: part for n, part in state.items() if n.endswith(AVERAGE)}
+        statistics = {n: part for n, part in state.items() if n.endswith(STATISTICS)}
+        if statistics.keys() != {n for n in tensors if n.endswith(STATISTICS)}:
+            tensors = {n: part for n, part in tensors.items() if not n.endswith(STATISTICS)}
+            tensors |= statistics
+        self._load(dataclasses.replace(checkpoint, tensors=tensors))
+        if starts_averages:
+            self._start_averages()
+
+    def _load(self, checkpoint: Checkpoint) -> None:
         check_trainable(checkpoint)
         tensors = dict(checkpoint.tensors)
         if ("wire" in checkpoint.data) != (self.shared is not None):
             tensors = {n: part for n, part in tensors.items() if not n.endswith(WIRE)}
             tensors |= {n: part for n, part in self.model.state_dict().items() if n.endswith(WIRE)}
         state = self.model.state_dict()
-        starts_averages = self.config.weight_average and "average" not in checkpoint.data
-        if starts_averages:
-            tensors |= {n: part for n, part in state.items() if n.endswith(AVERAGE)}
         layout = self.shared.layout(self.model) if self.shared else {}
         check_layout(tensors, state | layout)
         self.model.load_state_dict({n: part[: len(state[n])] for n, part in tensors.items()})
-        if starts_averages:
-            self._start_averages()
         self._measured = False
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -642,7 +655,7 @@ class Trainer:
         Raises:
             ArbError: the checkpoint belongs to another model.
         """
-        self.take_weights(checkpoint)
+        self._load(checkpoint)
         self._packed_updater.restore(checkpoint.counters)
         self.step = checkpoint.step
         self._fade()

@@ -59,22 +59,26 @@ def test_start_is_called_with_its_options(recorded_call, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "lr", "tokenizer"),
-    [([], LR_OF_TUNING, "some/run/tokenizer.json"),
-     (["--weights", "anneal"], LR_OF_FADING_TUNING, "some/run/tokenizer.json"),
-     (["--lr", "0.3", "--tokenizer", "x"], 0.3, "x")],
+    ("words", "step", "lr", "direction", "tokenizer"),
+    [([], 0, LR_OF_TUNING, None, "some/run/tokenizer.json"),
+     (["--weights", "anneal"], 0, LR_OF_FADING_TUNING, "orthogonal", "some/run/tokenizer.json"),
+     (["--weights", "anneal"], 9, LR_OF_FADING_TUNING, None, "some/run/tokenizer.json"),
+     (["--lr", "0.3", "--tokenizer", "x", "--weights", "anneal", "--optimizer", "adafactor"], 0, 0.3, "factored", "x")],
 )  # fmt: skip
-def test_tuned_model_has_defaults_of_its_own(words, lr, tokenizer, recorded_call, monkeypatch):
+def test_tuned_model_has_defaults_of_its_own(
+    words, step, lr, direction, tokenizer, recorded_call, monkeypatch
+):
     path = Path("some/run/step-000001.safetensors")
     path.with_name(COMPANIONS).mkdir()
-    monkeypatch.setattr(load, "read_saved", lambda _path, _note: load.SavedModel(path, path))
+    saved = load.SavedModel(path, mock.Mock(step=step))
+    monkeypatch.setattr(load, "read_saved", lambda _path, _note: saved)
     monkeypatch.setattr(load, "saved_config", lambda _: preset("small", digits="all"))
     monkeypatch.setattr(tokens, "saved_tokenizer", lambda *_: "its own")
     new_config = "arbcli.training.configure.new_config"
     given = recorded_call(
         new_config, "train", "--init-from", "some/run", "--device", "cpu", *words
     ).kwargs
-    assert (given["lr"], given["tokenizer"]) == (lr, tokenizer)
+    assert (given["lr"], given.get("direction"), given["tokenizer"]) == (lr, direction, tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,6 @@ def test_fields_that_were_saved_before_are_read_with_the_same_meaning(name):
 
 CHANGED = {
     "rule": ("tiny", {"rule": "carry", "direction": "orthogonal"}, "carry"),
-    "direction": ("tiny", {"direction": "sign"}, "sign"),
     "scale_type": ("tiny", {"scale_type": "T64"}, "T64"),
     "weights": ("tiny", {"weights": "float"}, "float"),
     "dim": ("tiny", {"dim": 64}, 64),

@@ -177,6 +177,6 @@ def test_model_is_printed_as_a_file_without_its_weights(tmp_path, arb_here):
     (tmp_path / "config.json").write_text(json.dumps(COMMON | about))
     done = arb_here("import", str(tmp_path), "--print-config", "--rule", "nibble")
     (tmp_path / "model.toml").write_text(done.stdout)
-    about = {"digits": "all", "rule": "nibble", "direction": "orthogonal"}
+    about = {"digits": "all", "rule": "nibble", "direction": "factored"}
     config = read_model(tmp_path / "model.toml")
     assert config == read_config(json.loads((tmp_path / "config.json").read_text()), "it", **about)

@@ -43,7 +43,7 @@ LR_OF_DIGITS = {"moment": 0.5, "nibble": 0.4, "carry": 0.25}
 """Default learning rate with `all` digits."""
 LR_OF_FADING = LR_OF_DIGITS | {"moment": 0.35}
 """Default learning rate with `fade`."""
-LR_OF_TUNING = 0.01
+LR_OF_TUNING = 0.003
 """Default learning rate for fine-tuning an imported model; about as large as 1e-4 of AdamW."""
 LR_OF_FADING_TUNING = 0.2
 """Default learning rate for fine-tuning an imported model with fading digits."""
