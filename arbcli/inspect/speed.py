@@ -9,6 +9,7 @@ from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
 from arbcli.kernels.runtime.device import PEAK_TERAOPS, check_compute, peak_operations
 from arbcli.model.layers.symbols import KEPT_BYTES
+from arbcli.model.rules import find_rule
 
 FITTED_ON = "NVIDIA H200"
 """Rates are those of steps of `benchmarks.large_tuning` together, not of kernels alone."""
@@ -90,6 +91,8 @@ def step_seconds(config: TrainConfig) -> float | None:
         + passes * activations / ACTIVATIONS
     )
     orthogonal = linear * spec.dim if spec.direction == "orthogonal" else 0
+    if not find_rule(model.rule, model.digits).gradient_moment:
+        orthogonal *= config.accum  # each gradient, not their average
     return (
         config.accum * tokens * seconds_per_token
         + (config.accum + 1) * weights / WEIGHTS
