@@ -596,6 +596,7 @@ class Updater:
                 self._slope_sums[index] = slopes
         decays = bool(self.weight_decay) and tensor.decays
         scale_gain = (self._no_turn,) * 2 if tensor.fixed_scales else sizes.micro_scale_gain
+        limit = sizes.micro_limit if first and last else sizes.limit
         return StepControl(
             step=self._step,
             turn=turn,
@@ -610,7 +611,7 @@ class Updater:
             micro_blend_gain=sizes.micro_blend_gain,
             step_size=sizes.step_size,
             micro_step_size=sizes.micro_step_size,
-            limit=sizes.limit if share is None else sizes.row_limit,
+            limit=limit if share is None else sizes.row_limit,
             weight_decay=sizes.weight_decay if decays else None,
             micro_weight_decay=sizes.micro_weight_decay if decays else None,
             flips=self._flips[index],
