@@ -621,6 +621,22 @@ class Updater:
             last=last,
         )
 
+    @contextmanager
+    def late(self) -> Iterator[None]:
+        """Take the gradients in the block as the first of their tensors in a later micro-batch.
+
+        Their moments decay before them; their weights step in `end_early`, or after a later
+        gradient of the step.
+        """
+        self.step_held()
+        flags = self.first, self.last
+        self.first, self.last = True, False
+        try:
+            yield
+            self.step_held()
+        finally:
+            self.first, self.last = flags
+
     def end_early(self, tensors: Iterable[TernaryTensor]) -> None:
         """Step weights whose step ends before its last micro-batch, along their moments.
 

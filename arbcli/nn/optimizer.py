@@ -1,6 +1,7 @@
 """The optimizer of integer weights, which consumes gradients in the backward."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -109,15 +110,8 @@ class IntegerOptimizer(torch.optim.Optimizer):
             self._unstepped.pop(id(tensor), None)
         else:
             self._unstepped[id(tensor)] = tensor
-        if not late:
+        with updater.late() if late else nullcontext():
             updater(tensor, grad, where)
-            return
-        last = updater.last
-        updater.step_held()
-        updater.first, updater.last = True, False  # its moment decays now, and it steps at the end
-        updater(tensor, grad, where)
-        updater.step_held()
-        updater.first, updater.last = False, last
 
     def _begin_backward(self) -> None:
         group = self.param_groups[0]

@@ -311,6 +311,26 @@ def test_boost_restores_the_moment_of_gradients_that_cancel(rule, device):
     assert 0.9 < (squares["equal", 16] / squares["apart", 1]) ** 0.5 < 1.25
 
 
+def test_moment_decays_before_a_late_gradient_and_weights_step_after_it():
+    """The late one has no share of the step."""
+    tensor, updater, _ = build("moment", "sign", "cpu")
+    updater.begin(0, 1.0)
+    updater(tensor, gradient("cpu"))
+    moment_before, z = tensor.moment.float(), z_of(tensor)
+    updater.set_step(1, 1.0, 2, (1, 0))
+    for micro in range(2):
+        updater.begin_micro(micro)
+    with pytest.raises(RuntimeError, match="interrupted"), updater.late():
+        raise RuntimeError("interrupted")
+    assert (updater.first, updater.last) == (False, True)
+    with updater.late():
+        updater(tensor, gradient("cpu", 1))
+    assert torch.equal(z_of(tensor), z)
+    assert (tensor.moment - 0.9 * moment_before).abs().max() < 1
+    updater(tensor, gradient("cpu", 1))
+    assert not torch.equal(z_of(tensor), z)
+
+
 @pytest.mark.parametrize("counts", [(57, 3), (0, 60)], ids=str)
 @pytest.mark.parametrize("kind", ["whole", "stack"])
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
