@@ -180,11 +180,15 @@ class IntegerOptimizer(torch.optim.Optimizer):
                 updater.end_early(self._unstepped.values())
             updater.finish()
             self.count_step()
+        self._forget_step()
+        return result
+
+    def _forget_step(self) -> None:
+        """Begin the next step with the next backward."""
         self._micro, self._runs_backward = 0, False
         self._stepped.clear()
         self._blended.clear()
         self._unstepped.clear()
-        return result
 
     def count_step(self) -> None:
         """Count a step that was done, by `step` or by a replay."""
@@ -210,7 +214,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore step, counters and settings.
+        """Restore step, counters and settings; a step that has begun is forgotten.
 
         Raises:
             ArbError: it is the state of another optimizer.
@@ -224,6 +228,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         state = {name: int(value) for name, value in self.state[self._weights[0].anchor].items()}
         self.step_number = state.pop("step_of_run")
         self._counters, self._updater = state, None
+        self._forget_step()
 
 
 _guarded = False

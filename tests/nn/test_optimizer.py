@@ -153,6 +153,22 @@ def test_training_continues_from_its_state():
     assert equal(state(model), state(other))
 
 
+def test_loading_within_a_step_begins_it_again():
+    model, optimizer, ids = build(accumulation=2)
+    saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
+    states = []
+    for interrupted in (False, True):
+        if interrupted:
+            loss(model, ids).backward()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        for _ in range(2):
+            loss(model, ids).backward()
+        optimizer.step()
+        states.append(state(model))
+    assert equal(*states)
+
+
 def test_gradients_that_are_not_finite_are_counted_and_ignored():
     model, optimizer, ids = build()
     before = state(model)
