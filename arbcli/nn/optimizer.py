@@ -95,7 +95,8 @@ class IntegerOptimizer(torch.optim.Optimizer):
         if key in self._stepped:
             raise ArbError(
                 "integer weights have two gradients in a backward",
-                hint="use `use_reentrant=False` for activation checkpointing",
+                hint="use `use_reentrant=False` for activation checkpointing, and call"
+                " `optimizer.zero_grad()` after a backward that failed",
             )
         self._stepped.add(key)
         updater = self._updater_now
@@ -193,6 +194,16 @@ class IntegerOptimizer(torch.optim.Optimizer):
         self._stepped.clear()
         self._blended.clear()
         self._unstepped.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse more groups than that of the integers, as no step would read them."""
+        if self.param_groups:
+            raise ArbError(
+                "the optimizer of integer weights has a single group of parameters",
+                hint="train float parameters, those in `arbcli.floats(model)`, with an optimizer of"
+                " torch",
+            )
+        super().add_param_group(param_group)
 
     def count_step(self) -> None:
         """Count a step that was done, by `step` or by a replay."""

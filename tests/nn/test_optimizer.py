@@ -249,6 +249,12 @@ def test_floats_are_trained_by_an_optimizer_of_torch():
     assert not torch.equal(model[1].bias, bias)
 
 
+def test_further_parameters_are_refused():
+    _, optimizer, _ = build()
+    with pytest.raises(ArbError, match="a single group of parameters"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
 def test_copies_are_models_of_their_own():
     model, optimizer, ids = build()
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
