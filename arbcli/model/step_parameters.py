@@ -53,8 +53,10 @@ class StepSizes(NamedTuple):
     blend_gain: tuple[Tensor, Tensor]
     micro_blend_gain: tuple[Tensor, Tensor]
     limit: Tensor
+    micro_limit: Tensor
+    """Limit where weights step after each gradient, by its share of the step."""
     row_limit: Tensor
-    """Limit for rows of tables."""
+    """The same for rows of tables."""
     weight_decay: Tensor
     micro_weight_decay: Tensor
     step_size: Tensor
@@ -81,7 +83,8 @@ class StepLayout:
     | `step_size`, `micro_step_size` | int64 | paces | see `StepControl` |
     | `weight` | int32 | | weight of the micro-batch in its step, in units of 2**-16 |
     | `GAINS` | int32 | paces, 2 | gain and shift of each |
-    | `limit`, `row_limit`, `weight_decay`, `micro_weight_decay` | int32 | paces | `StepSizes` |
+    | `limit`, `micro_limit`, `row_limit` | int32 | paces | `StepSizes` |
+    | `weight_decay`, `micro_weight_decay` | int32 | paces | `StepSizes` |
     | `largest_boost` | int32 | | largest factor of gradients in moments, see `BOOST_UNIT` |
     | `step` | int32 | | number of the step |
     | `average_rate` | int32 | | see `average_rates` |
@@ -101,8 +104,8 @@ class StepLayout:
             "step_size": (wide, (paces,)),
             "micro_step_size": (wide, (paces,)),
             **dict.fromkeys(GAINS, (narrow, (paces, 2))),
-            **dict.fromkeys(("limit", "row_limit", "weight_decay"), (narrow, (paces,))),
-            "micro_weight_decay": (narrow, (paces,)),
+            **dict.fromkeys(("limit", "micro_limit", "row_limit"), (narrow, (paces,))),
+            **dict.fromkeys(("weight_decay", "micro_weight_decay"), (narrow, (paces,))),
             **dict.fromkeys(("weight", "largest_boost"), (narrow, (1,))),
             **dict.fromkeys(("step", "turn", "micro_turn", "average_rate"), (narrow, (1,))),
             "keys": (narrow, (matrices, NUM_STREAMS)),
@@ -200,6 +203,7 @@ def step_values(
     blends = np.broadcast_to(blends, (2, *shape))
     gains = np.concatenate([fixed_point_gains(factors), blend_gains(blends)], axis=1)
     limits = step_limits(sizes)
+    micro_limits = np.rint(limits / divisors)
     decays = np.minimum(np.rint(lrs * weight_decay * DECAY_OF_LR * 2**24), LARGEST_DECAY)
     moments = np.rint(sizes * 2**32).astype(np.int64)
     # whole and remainder apart, as the product with a count may overflow
@@ -212,7 +216,8 @@ def step_values(
         "weight": np.rint(UNIT * weights / total)[:, None],
         **dict(zip(GAINS, np.moveaxis(gains, 0, -1), strict=True)),
         "limit": limits,
-        "row_limit": limits * ROW_CLIP // STEP_CLIP,
+        "micro_limit": micro_limits,
+        "row_limit": micro_limits * ROW_CLIP // STEP_CLIP,
         "weight_decay": decays,
         "micro_weight_decay": np.rint(decays / divisors),
         # by the root of the number of micro-batches, or of as many as unequal ones are worth

@@ -596,6 +596,7 @@ class Updater:
                 self._slope_sums[index] = slopes
         decays = bool(self.weight_decay) and tensor.decays
         scale_gain = (self._no_turn,) * 2 if tensor.fixed_scales else sizes.micro_scale_gain
+        limit = sizes.micro_limit if first and last else sizes.limit
         return StepControl(
             step=self._step,
             turn=turn,
@@ -610,7 +611,7 @@ class Updater:
             micro_blend_gain=sizes.micro_blend_gain,
             step_size=sizes.step_size,
             micro_step_size=sizes.micro_step_size,
-            limit=sizes.limit if share is None else sizes.row_limit,
+            limit=limit if share is None else sizes.row_limit,
             weight_decay=sizes.weight_decay if decays else None,
             micro_weight_decay=sizes.micro_weight_decay if decays else None,
             flips=self._flips[index],
@@ -619,6 +620,22 @@ class Updater:
             first=first,
             last=last,
         )
+
+    @contextmanager
+    def late(self) -> Iterator[None]:
+        """Take the gradients in the block as the first of their tensors in a later micro-batch.
+
+        Their moments decay before them; their weights step in `end_early`, or after a later
+        gradient of the step.
+        """
+        self.step_held()
+        flags = self.first, self.last
+        self.first, self.last = True, False
+        try:
+            yield
+            self.step_held()
+        finally:
+            self.first, self.last = flags
 
     def end_early(self, tensors: Iterable[TernaryTensor]) -> None:
         """Step weights whose step ends before its last micro-batch, along their moments.

@@ -12,7 +12,7 @@ from arbcli.base.environment import set_environment
 from arbcli.base.errors import ArbError, quoted
 from arbcli.model.rules import LR_OF_TUNING
 from arbcli.nn.layers import hold, is_transposed, role, take_class
-from arbcli.nn.optimizer import IntegerOptimizer
+from arbcli.nn.optimizer import IntegerOptimizer, check_numbers
 from arbcli.nn.storage import Storage, new_fused, new_packed
 from arbcli.nn.weights import DTYPES, Anchored, MatrixRows
 
@@ -95,6 +95,7 @@ def to_integers(
             is unchanged.
     """
     set_environment()
+    check_numbers(lr, accumulation, weight_decay, seed)
     settings: dict[str, Any] = {
         "rule": rule, "weights": weights, "scale_type": scale_type, "direction": direction,
         "rules": dict(rules or {}), "scale_types": dict(scale_types or {}),

@@ -261,10 +261,10 @@ def _mix(
     owners, order = chosen.reshape(-1).sort(stable=True)
     bounds = torch.searchsorted(owners, torch.arange(gate_up.matrices + 1, device=x.device))
     # a permutation of repeated rows: its backward adds in a fixed order
-    slots = x[:, None].expand(-1, experts_per_row, -1).reshape(count * experts_per_row, -1)[order]
+    slots = x[:, None].expand(-1, experts_per_row, -1).reshape(len(order), x.shape[1])[order]
     gate, up = gate_up.multiply_slots(slots, bounds).chunk(2, dim=-1)
     y = down.multiply_slots((act(gate) * up).contiguous(), bounds)
-    y = y[order.argsort()].view(count, experts_per_row, -1) * shares[..., None]
+    y = y[order.argsort()].view(count, experts_per_row, y.shape[1]) * shares[..., None]
     return y.sum(dim=1).to(x.dtype)
 
 

@@ -1,6 +1,8 @@
 """The optimizer of integer weights, which consumes gradients in the backward."""
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,8 +28,8 @@ class IntegerOptimizer(torch.optim.Optimizer):
 
     Args:
         model: a model with integer weights.
-        lr: learning rate. Schedulers set it in `param_groups`, and a step reads it in its first
-            backward.
+        lr: learning rate. Schedulers set it in `param_groups`, and a step reads it and the other
+            settings in its first backward.
         accumulation: number of backward passes in a step.
         weight_decay: weight decay, multiplied by the learning rate.
         seed: seed of the stochastic rounding, 0..2**31-1.
@@ -56,13 +58,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
             raise ArbError(
                 "the model has no integer weights", hint="convert it with `arbcli.to_integers`"
             )
-        if accumulation < 1:
-            raise ArbError(f"`accumulation` is {accumulation}", hint="use at least 1")
-        if lr < 0 or weight_decay < 0 or not 0 <= seed < 1 << 31:
-            raise ArbError(
-                f"`lr={lr}, weight_decay={weight_decay}, seed={seed}` is out of range",
-                hint="no number is negative, and a seed is at most 2**31-1",
-            )
+        check_numbers(lr, accumulation, weight_decay, seed)
         settings = {"accumulation": accumulation, "weight_decay": weight_decay, "seed": seed}
         super().__init__([weight.anchor for weight in self._weights], {"lr": lr, **settings})
         self._updater: Updater | None = None
@@ -99,7 +95,8 @@ class IntegerOptimizer(torch.optim.Optimizer):
         if key in self._stepped:
             raise ArbError(
                 "integer weights have two gradients in a backward",
-                hint="use `use_reentrant=False` for activation checkpointing",
+                hint="use `use_reentrant=False` for activation checkpointing, and call"
+                " `optimizer.zero_grad()` after a backward that failed",
             )
         self._stepped.add(key)
         updater = self._updater_now
@@ -109,26 +106,10 @@ class IntegerOptimizer(torch.optim.Optimizer):
             self._unstepped.pop(id(tensor), None)
         else:
             self._unstepped[id(tensor)] = tensor
-        if not late:
+        with updater.late() if late else nullcontext():
             updater(tensor, grad, where)
-            return
-        last = updater.last
-        updater.step_held()
-        updater.first, updater.last = True, False  # its moment decays now, and it steps at the end
-        updater(tensor, grad, where)
-        updater.step_held()
-        updater.first, updater.last = False, last
 
     def _begin_backward(self) -> None:
-        group = self.param_groups[0]
-        accumulation = group["accumulation"]
-        if self._micro == accumulation:
-            raise ArbError(
-                f"this is backward {self._micro + 1} of a step, which has"
-                f" `accumulation={accumulation}`",
-                hint="call `optimizer.step()`, or pass the number of backward passes in a step as"
-                " `accumulation`; use `use_reentrant=False` for activation checkpointing",
-            )
         shared = torch.distributed.is_available() and torch.distributed.is_initialized()
         if shared and torch.distributed.get_world_size() > 1:
             raise ArbError(
@@ -137,16 +118,34 @@ class IntegerOptimizer(torch.optim.Optimizer):
             )
         if self._micro == 0 and not self.is_set:
             self.set_step()
-        self._updater_now.begin_micro(self._micro)
+        updater = self._updater_now
+        if self._micro == updater.accumulation:
+            raise ArbError(
+                f"this is backward {self._micro + 1} of a step, which has"
+                f" `accumulation={updater.accumulation}`",
+                hint="call `optimizer.step()`, or pass the number of backward passes in a step as"
+                " `accumulation`; use `use_reentrant=False` for activation checkpointing",
+            )
+        updater.begin_micro(self._micro)
         self._micro += 1
         self._runs_backward = True
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def set_step(self) -> None:
-        """Copy number, learning rate and settings of the step to the device."""
+        """Copy number, learning rate and settings of the step to the device.
+
+        Raises:
+            ArbError: the learning rate or the weight decay is not finite.
+        """
         group, updater = self.param_groups[0], self._updater_now
-        updater.weight_decay = group["weight_decay"]
-        updater.set_step(self.step_number, float(group["lr"]), group["accumulation"])
+        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+        if not (math.isfinite(lr) and math.isfinite(weight_decay)):
+            raise ArbError(
+                f"`lr={lr}, weight_decay={weight_decay}` of step {self.step_number} is not finite",
+                hint="check the schedule that sets `optimizer.param_groups`",
+            )
+        updater.weight_decay = weight_decay
+        updater.set_step(self.step_number, lr, group["accumulation"])
 
     def _end_backward(self) -> None:
         self._runs_backward = False
@@ -186,11 +185,25 @@ class IntegerOptimizer(torch.optim.Optimizer):
                 updater.end_early(self._unstepped.values())
             updater.finish()
             self.count_step()
+        self._forget_step()
+        return result
+
+    def _forget_step(self) -> None:
+        """Begin the next step with the next backward."""
         self._micro, self._runs_backward = 0, False
         self._stepped.clear()
         self._blended.clear()
         self._unstepped.clear()
-        return result
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse more groups than that of the integers, as no step would read them."""
+        if self.param_groups:
+            raise ArbError(
+                "the optimizer of integer weights has a single group of parameters",
+                hint="train float parameters, those in `arbcli.floats(model)`, with an optimizer of"
+                " torch",
+            )
+        super().add_param_group(param_group)
 
     def count_step(self) -> None:
         """Count a step that was done, by `step` or by a replay."""
@@ -216,7 +229,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore step, counters and settings.
+        """Restore step, counters and settings; a step that has begun is forgotten.
 
         Raises:
             ArbError: it is the state of another optimizer.
@@ -230,6 +243,23 @@ class IntegerOptimizer(torch.optim.Optimizer):
         state = {name: int(value) for name, value in self.state[self._weights[0].anchor].items()}
         self.step_number = state.pop("step_of_run")
         self._counters, self._updater = state, None
+        self._forget_step()
+
+
+def check_numbers(lr: float, accumulation: int, weight_decay: float, seed: int) -> None:
+    """Check the numbers of an `IntegerOptimizer`.
+
+    Raises:
+        ArbError: one is out of range.
+    """
+    if not isinstance(accumulation, int) or accumulation < 1:
+        raise ArbError(f"`accumulation` is {accumulation}", hint="use an integer of at least 1")
+    finite = 0 <= lr < math.inf and 0 <= weight_decay < math.inf
+    if not (finite and isinstance(seed, int) and 0 <= seed < 1 << 31):
+        raise ArbError(
+            f"`lr={lr}, weight_decay={weight_decay}, seed={seed}` is out of range",
+            hint="no number is negative, and a seed is an integer of at most 2**31-1",
+        )
 
 
 _guarded = False

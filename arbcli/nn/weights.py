@@ -326,7 +326,7 @@ class FusedMatrix(Matrix):
         groups: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.parts]
         for (x, part), grad_y in uses:
             groups[part].append((x, grad_y))
-        inputs = {x.data_ptr() for group in groups for x, _ in group}
+        inputs = {(x.data_ptr(), x.shape, x.stride()) for group in groups for x, _ in group}
         if len(inputs) == 1 and all(len(group) == 1 for group in groups):
             x = groups[0][0][0]
             self.emit_gradient(sink, (x,), torch.cat([group[0][1] for group in groups], dim=1))

@@ -84,9 +84,10 @@ def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulati
             (sizes,) = updater._sizes.values()
             assert [[*map(int, pair)] for pair in sizes[:4]] == gains
             decay = min(round(lr * factor * 0.3 * 2**17), 2**21)
-            numbers = sizes.limit, sizes.row_limit, sizes.weight_decay, sizes.micro_weight_decay
-            wanted = [limit, limit // 2, decay, round(decay / accumulation)]
-            assert [*map(int, numbers)] == wanted
+            numbers = sizes.limit, sizes.weight_decay, sizes.micro_weight_decay
+            assert [*map(int, numbers)] == [limit, decay, round(decay / accumulation)]
+            micro_limit = round(limit / accumulation)
+            assert [int(sizes.micro_limit), int(sizes.row_limit)] == [micro_limit, micro_limit // 2]
             assert int(sizes.step_size) == round(size * 2**32)
             assert int(sizes.micro_step_size) == round(size * 2**32) // accumulation
             turns = updater._step, updater._turn, updater._micro_turn
@@ -307,6 +308,26 @@ def test_boost_restores_the_moment_of_gradients_that_cancel(rule, device):
     assert 0.9 < (squares["equal", 16] / squares["apart", 1]) ** 0.5 < 1.25
 
 
+def test_moment_decays_before_a_late_gradient_and_weights_step_after_it():
+    """The late one has no share of the step."""
+    tensor, updater, _ = build("moment", "sign", "cpu")
+    updater.begin(0, 1.0)
+    updater(tensor, gradient("cpu"))
+    moment_before, z = tensor.moment.float(), z_of(tensor)
+    updater.set_step(1, 1.0, 2, (1, 0))
+    for micro in range(2):
+        updater.begin_micro(micro)
+    with pytest.raises(RuntimeError, match="interrupted"), updater.late():
+        raise RuntimeError("interrupted")
+    assert (updater.first, updater.last) == (False, True)
+    with updater.late():
+        updater(tensor, gradient("cpu", 1))
+    assert torch.equal(z_of(tensor), z)
+    assert (tensor.moment - 0.9 * moment_before).abs().max() < 1
+    updater(tensor, gradient("cpu", 1))
+    assert not torch.equal(z_of(tensor), z)
+
+
 @pytest.mark.parametrize("counts", [(57, 3), (0, 60)], ids=str)
 @pytest.mark.parametrize("kind", ["whole", "stack"])
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
@@ -410,8 +431,9 @@ def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkey
     assert max(mismatch(table, compact).values()) <= (0 if exact else 0.02)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("rule", ["moment", "carry"])
-def test_most_read_row_steps_no_further(rule):
+def test_most_read_row_steps_no_further(rule, accumulation):
     table, updater, _ = table_of(rule, "orthogonal")
     where, grad = touched(2), gradient("cpu", 0, (len(ROWS), DIM))
     grad[1] *= 1000
@@ -420,10 +442,12 @@ def test_most_read_row_steps_no_further(rule):
         return table.weight(torch.float32).sign() * table.rule.radix + table.remainder
 
     before = z()
-    updater.begin(0, lr=1.0)
-    updater(table, padded(grad, where), where)
+    for micro in range(accumulation):
+        updater.begin(0, 1.0, micro, accumulation)
+        updater(table, padded(grad, where), where)
     farthest = ROW_CLIP * STEP_OF_RADIX * table.rule.radix
-    assert 0 < (z() - before).abs().max() <= farthest + 1  # rounded stochastically
+    moved = (z() - before).abs().max()
+    assert 0 < moved <= farthest + accumulation  # rounded stochastically
 
 
 EXPERTS, HEIGHT = 3, 14
@@ -436,6 +460,26 @@ def stack_of(rule: str, direction: str | None):
     )
     stack.initialise(seed=0, index=0)
     return stack, Updater([stack], seed=3, dtype=torch.float32), config
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
+def test_single_row_of_a_stack_steps_as_far_in_several_micro_batches(rule):
+    """Its direction is 8 RMS values of the matrix, and its step is limited to 4."""
+    config = preset("tiny", rule=rule, direction="factored")
+    rows, moved = 64, []
+    grad = torch.zeros(1, rows, DIM)
+    grad[0, 5] = 1.0
+    for accumulation in (1, 2, 4):
+        stack = TernaryTensor(2 * rows, DIM, config.layer_spec(), area="mlp", matrices=2)
+        stack.fill(0)
+        updater = Updater([stack], seed=3, dtype=torch.float32)
+        for micro in range(accumulation):
+            updater.begin(0, 1.0, micro, accumulation)
+            updater(stack, grad, range(1))
+        low = stack.rule.digits(state(stack))["remainder"][0]
+        z = unpack_trits(stack.trits, DIM) * stack.rule.radix + low
+        moved.append(-z[5].float().mean() / (stack.rule.radix * STEP_OF_RADIX))
+    assert moved == pytest.approx([4.0] * 3, rel=0.1)
 
 
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)

@@ -145,7 +145,7 @@ def test_fused_projections_learn_as_an_imported_model(folder, tmp_path):
 
 
 def test_fused_layers_equal_separate_ones():
-    """One backward, from the same and from other inputs; what is read has a gradient too."""
+    """One backward, from the same, the first and other inputs; what is read has a gradient too."""
     torch.manual_seed(0)
 
     class Pair(nn.Module):
@@ -153,8 +153,9 @@ def test_fused_layers_equal_separate_ones():
             super().__init__()
             self.a, self.b = nn.Linear(16, 8), nn.Linear(16, 4)
 
-        def forward(self, x, other):
-            return self.a(x).sin().sum() + self.b(other).cos().sum() + self.b.weight.sin().sum()
+        def forward(self, x, other, reads):
+            y = self.a(x).sin().sum() + self.b(other).cos().sum()
+            return y + self.b.weight.sin().sum() if reads else y
 
     model = Pair()
     twin = copy.deepcopy(model)
@@ -165,7 +166,7 @@ def test_fused_layers_equal_separate_ones():
     }
     twin.load_state_dict(weights)
     x = torch.randn(5, 16)
-    for other in (x, torch.randn(3, 16)):
+    for other, reads in ((x, False), (x[:3], False), (x, True), (torch.randn(3, 16), True)):
         seen = {}
         for name, part in packed(model).items():
             part.sink = lambda tensor, grad, where=None, name=name, seen=seen: seen.update(
@@ -173,7 +174,7 @@ def test_fused_layers_equal_separate_ones():
             )
         twin.zero_grad()
         for module in (model, twin):
-            module(x, other).backward()
+            module(x, other, reads).backward()
         wanted = torch.cat([twin.a.weight.grad, twin.b.weight.grad])
         torch.testing.assert_close(seen["a.weight"], wanted, rtol=1e-5, atol=1e-5)
     with pytest.raises(ArbError, match="no module has linear layers `a`, `c`"):

@@ -1,6 +1,7 @@
 """The optimizer steps as `arb train` does, and wrong uses are refused in a line."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -153,6 +154,22 @@ def test_training_continues_from_its_state():
     assert equal(state(model), state(other))
 
 
+def test_loading_within_a_step_begins_it_again():
+    model, optimizer, ids = build(accumulation=2)
+    saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
+    states = []
+    for interrupted in (False, True):
+        if interrupted:
+            loss(model, ids).backward()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        for _ in range(2):
+            loss(model, ids).backward()
+        optimizer.step()
+        states.append(state(model))
+    assert equal(*states)
+
+
 def test_gradients_that_are_not_finite_are_counted_and_ignored():
     model, optimizer, ids = build()
     before = state(model)
@@ -232,6 +249,12 @@ def test_floats_are_trained_by_an_optimizer_of_torch():
     assert not torch.equal(model[1].bias, bias)
 
 
+def test_further_parameters_are_refused():
+    _, optimizer, _ = build()
+    with pytest.raises(ArbError, match="a single group of parameters"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
 def test_copies_are_models_of_their_own():
     model, optimizer, ids = build()
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -270,14 +293,50 @@ def test_states_of_other_optimizers_are_refused():
 def test_models_without_integers_are_refused():
     with pytest.raises(ArbError, match="has no integer weights"):
         arbcli.nn.IntegerOptimizer(nn.Linear(3, 3))
-    with pytest.raises(ArbError, match="`accumulation` is 0"):
-        build(accumulation=0)
+    for accumulation in (0, 2.0):
+        with pytest.raises(ArbError, match=f"`accumulation` is {accumulation}"):
+            build(accumulation=accumulation)
 
 
-@pytest.mark.parametrize("settings", [{"lr": -0.1}, {"weight_decay": -1.0}, {"seed": 1 << 31}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": -0.1}, {"lr": math.nan}, {"weight_decay": -1.0}, {"weight_decay": math.inf},
+        {"seed": 1 << 31}, {"seed": 0.5},
+    ],
+)  # fmt: skip
 def test_numbers_out_of_range_are_refused(settings):
+    """And the model is not converted."""
+    layer = nn.Linear(4, 4)
     with pytest.raises(ArbError, match="out of range"):
-        build(**settings)
+        arbcli.to_integers(layer, **settings)
+    assert type(layer) is nn.Linear
+    with pytest.raises(ArbError, match="out of range"):
+        arbcli.nn.IntegerOptimizer(arbcli.nn.Linear(4, 4), **settings)
+
+
+def test_rate_that_is_not_finite_steps_nothing():
+    """As of a schedule of no steps."""
+    model, optimizer, ids = build()
+    before = state(model)
+    optimizer.param_groups[0]["lr"] = math.nan
+    with pytest.raises(ArbError, match="of step 0 is not finite"):
+        loss(model, ids).backward()
+    assert equal(before, state(model))
+
+
+def test_settings_that_change_within_a_step_are_those_of_the_next():
+    model, optimizer, ids = build(accumulation=2)
+    loss(model, ids).backward()
+    optimizer.param_groups[0]["accumulation"] = 3
+    loss(model, ids).backward()
+    with pytest.raises(ArbError, match="backward 3 of a step, which has `accumulation=2`"):
+        loss(model, ids).backward()
+    optimizer.step()
+    for _ in range(3):
+        loss(model, ids).backward()
+    optimizer.step()
+    assert optimizer.step_number == 2
 
 
 def test_several_gpus_of_a_process_are_refused():

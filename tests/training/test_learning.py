@@ -21,7 +21,7 @@ import pytest
 
 from arbcli.data.opening import open_texts
 from arbcli.data.text import EVAL_BATCHES
-from arbcli.model import updater
+from arbcli.model import step_parameters
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import FADING, RULES, WITH_DIGITS, moment
 from arbcli.training.configure import new_config
@@ -122,7 +122,11 @@ def test_every_rule_that_learns_is_known_with_every_direction():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "constant", "value"),
-    [(updater, "SCALE_STEP", 0), (updater, "STEP_OF_RADIX", 1 / 64), (moment, "DECAY", 0.0)],
+    [
+        (step_parameters, "SCALE_STEP", 0),
+        (step_parameters, "STEP_OF_RADIX", 1 / 64),
+        (moment, "BETA", 0.0),
+    ],
     ids=["frozen-scales", "quarter-of-the-step", "no-momentum"],
 )
 def test_worse_learning_is_detected(owner, constant, value, texts, monkeypatch):

@@ -18,7 +18,7 @@ from arbcli.kernels.codec.packing import (
 )
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import Matrix
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, Matrix, Number
 from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.ptx import HAS_PTX
@@ -78,14 +78,14 @@ def native_arguments(packed: Packed) -> tuple[Tensor | int | None, ...]:
 
 
 def decode_digits(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode a matrix with the native loop if it supports device and dtype, otherwise with torch.
+    """Decode a matrix with the native loop if the device has it, otherwise with torch.
 
     Raises:
-        ValueError: shapes or dtypes of the matrix do not match.
+        ValueError: shapes or dtypes of the matrix do not match, or `dtype` is neither bfloat16 nor
+            float32.
     """
-    packed.check()
-    known = dtype in (torch.float32, torch.bfloat16)
-    run = decode_digits_native if known and uses_native(packed.trits) else decode_digits_torch
+    DECODE_DIGITS.check(packed, dtype)
+    run = decode_digits_native if uses_native(packed.trits) else decode_digits_torch
     return run(packed, dtype)
 
 
@@ -283,6 +283,6 @@ def decode_digits_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
 
 
 DECODE_DIGITS = Operation(
-    "decode_digits", decode_digits_triton, decode_digits_torch, {"packed": Matrix()},
-    native=decode_digits_native,
+    "decode_digits", decode_digits_triton, decode_digits_torch,
+    {"packed": Matrix(), "dtype": Number()}, native=decode_digits_native, where=(DTYPE_IS_REAL,),
 )  # fmt: skip

@@ -30,7 +30,7 @@ from arbcli.kernels.codec.layout import BLOCK, PLANE
 from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import has_planes, positions_in_block, trit_at
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import Matrix, Number
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, Matrix, Number
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.ptx import (
@@ -234,8 +234,9 @@ def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
 
 
 decode_weight = Operation(
-    "decode_weight", decode_weight_triton, decode_digits, {"packed": Matrix(), "dtype": Number()}
-)
+    "decode_weight", decode_weight_triton, decode_digits, {"packed": Matrix(), "dtype": Number()},
+    where=(DTYPE_IS_REAL,),
+)  # fmt: skip
 """Decode a packed matrix to its weights.
 
 Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_e4m3 import _decode_e4m3_torch, _decode_e4m3_triton
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.kernels.runtime.arguments import FLOAT, Array, Matrix, Number
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, FLOAT, Array, Matrix, Number
 from arbcli.kernels.runtime.operation import Operation
 
 MULTIPLE = 16
@@ -48,7 +48,7 @@ fp8_matmul = Operation(
         "q": Array("M, N if transposed else K", (E4M3,)), "scale": Array("M, 1", FLOAT),
         "packed": Matrix(), "transposed": Number(), "dtype": Number(),
     },
-    where=(f"N % {MULTIPLE} == 0 and K % {MULTIPLE} == 0",),
+    where=(f"N % {MULTIPLE} == 0 and K % {MULTIPLE} == 0", DTYPE_IS_REAL),
 )  # fmt: skip
 """Multiply activations by a packed matrix, or a gradient by its transpose, in FP8.
 

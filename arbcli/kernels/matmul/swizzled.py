@@ -16,6 +16,7 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import (
+    DTYPE_IS_REAL,
     SOME_REAL,
     Arguments,
     Array,
@@ -141,7 +142,8 @@ def few_rows_fit(limit: int) -> tuple[str, ...]:
         "x.dtype == torch.bfloat16 or uses_native(x)",
         "M == 1" if limit == 1 else f"M > 0 and (M <= {limit} or uses_native(x))",
         "in_features % 8 == 0",
-        "added is None or added.dtype == (dtype or x.dtype)",
+        DTYPE_IS_REAL,
+        "added is None or added.dtype == dtype",
     )
 
 

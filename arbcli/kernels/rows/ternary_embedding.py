@@ -20,7 +20,7 @@ from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import byte_tiles, digit_of, plane_offsets
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT64, Array, Matrix, Number
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, INT64, Array, Matrix, Number
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -216,7 +216,7 @@ embedding_rows = Operation(
         "ids": Array("M", INT64), "packed": Matrix("V, D"),
         "dtype": Number(),
     },
-    native=embedding_rows_native,
+    native=embedding_rows_native, where=(DTYPE_IS_REAL,),
 )  # fmt: skip
 """Decode the rows `ids` of a packed table.
 

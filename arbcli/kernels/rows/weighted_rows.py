@@ -20,7 +20,15 @@ from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.rows.table_rows import TouchedRows
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array, Matrix, Number, compiled_check
+from arbcli.kernels.runtime.arguments import (
+    DTYPE_IS_REAL,
+    FLOAT,
+    INT64,
+    Array,
+    Matrix,
+    Number,
+    compiled_check,
+)
 from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.operation import Operation
 
@@ -397,12 +405,11 @@ def weighted_rows_grad(
 
 
 _IDS, _TABLE = Array("M, S", INT64), Matrix("V, D")
-_DTYPE_FITS = "dtype in (None, torch.float32, torch.bfloat16)"
 
 weighted_rows = Operation(
     "weighted_rows", _weighted_rows_triton, _weighted_rows_torch,
     {"ids": _IDS, "weights": Array("M, S", FLOAT), "packed": _TABLE, "dtype": Number()},
-    where=(_DTYPE_FITS,),
+    where=(DTYPE_IS_REAL,),
 )  # fmt: skip
 """Compute weighted sums of rows of a packed table.
 
@@ -438,5 +445,5 @@ WEIGHTED_ROWS_GRAD = Operation(
         "order": Array("S", INT64, dense=True), "bounds": Array("R", INT64, dense=True),
         "dtype": Number(),
     },
-    where=(_DTYPE_FITS,),
+    where=(f"dtype is None or {DTYPE_IS_REAL}",),
 )  # fmt: skip

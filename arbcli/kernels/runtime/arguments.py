@@ -26,6 +26,8 @@ REAL = (torch.float32, torch.bfloat16)
 """Dtypes of real values; all `REAL` arrays of a call have the same one."""
 SOME_REAL = (torch.float32, torch.bfloat16, "of its own")
 """Dtypes of real values, independent of other arguments."""
+DTYPE_IS_REAL = "dtype in (torch.float32, torch.bfloat16)"
+"""Condition on an argument `dtype`: that of a result of real values."""
 FLOAT, INT8, INT32, INT64 = (torch.float32,), (torch.int8,), (torch.int32,), (torch.int64,)
 UINT8, BOOL, BF16 = (torch.uint8,), (torch.bool,), (torch.bfloat16,)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, INT8, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.hadamard import (
@@ -98,7 +98,7 @@ sum_gradients = Operation(
         "exponent": Array("N", INT8, dense=True), "fitting": Array("P, N", INT8, dense="parts"),
         "block": Number(), "dtype": Number(),
     },
-    where=("P > 0", "low is None or parts.dtype == torch.int8", BLOCK_FITS),
+    where=("P > 0", "low is None or parts.dtype == torch.int8", BLOCK_FITS, DTYPE_IS_REAL),
 )  # fmt: skip
 """Sum the parts of a quantised gradient.
 

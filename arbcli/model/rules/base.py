@@ -134,7 +134,8 @@ class StepControl:
     """Factor of the moment by the share of the gradient, int64 in units of 2**-32 of z, when z
     steps after each gradient."""
     limit: Tensor
-    """Maximum step of z, int32 in units of 2**-16."""
+    """Maximum step of z by the gradient, int32 in units of 2**-16: a share of that of a step where
+    weights step after each gradient."""
     weight_decay: Tensor | None
     """Decay of z in a step, int32 in units of 2**-24; None without weight decay."""
     micro_weight_decay: Tensor | None

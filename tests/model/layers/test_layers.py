@@ -101,7 +101,7 @@ def test_rounded_norm_has_the_gradient_of_its_norm(gated):
     x = torch.randn(5, 96 if gated else 48, generator=generator)
     grad_y = torch.randn(5, 48, generator=generator)
     grad_x, again = norm.backward(grad_y, x)
-    there, gain = x.double().requires_grad_(), norm.weight.weight(torch.float64).flatten()
+    there, gain = x.double().requires_grad_(), norm.weight.weight(torch.float32).double().flatten()
     product = there[:, :48].relu() ** 2 * there[:, 48:] if gated else there
     plain = torch.nn.functional.rms_norm(product, (48,), gain.requires_grad_(), 1e-6)
     plain.backward(grad_y.double())
@@ -138,8 +138,8 @@ def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(norm, needed
         normal = torch.nn.functional.silu(normal[:, :48]) * normal[:, 48:]
     if norm:
         normal = torch.nn.functional.rms_norm(normal, (48,), eps=1e-6)
-        normal = normal * norm.weight.weight(torch.float64).view(1, -1)
-    wanted = normal @ layer.weight.weight(torch.float64).T
+        normal = normal * norm.weight.weight(torch.float32).double().view(1, -1)
+    wanted = normal @ layer.weight.weight(torch.float32).double().T
     assert (y - wanted).norm() < (0.05 if fp8 else 1e-5) * wanted.norm()
     (grad,) = grads["weight"]
     # the last bits of the product, and of the input's norm, move each term by up to 2**-21
