@@ -475,9 +475,7 @@ MLPRuleToCome = option_for(
     help="Rule of MLPs. With nibble they take 1.26 bytes per weight, with moment 2.26.",
 )
 ScaleTypeToCome = option_for("scale_type", default="T128 for trits, T32 for int8")
-DirectionToCome = option_for(
-    "direction", help="Default optimizer for later training.", default=""
-)
+DirectionToCome = option_for("direction", help="Default optimizer for later training.", default="")
 CacheDtype = Annotated[
     str | None,
     typer.Option(

@@ -619,34 +619,36 @@ class Trainer:
     def take_weights(self, checkpoint: Checkpoint) -> None:
         """Load the state of another run's checkpoint, but start at step 0 with zero counters.
 
-        Averages start at the weights if the checkpoint has none, and statistics of directions start
-        unset if the directions are others.
+        Averages start at the weights if the checkpoint has none, and statistics of the directions
+        start unset if it has those of others.
 
         Raises:
             ArbError: the checkpoint belongs to another model.
         """
-        tensors, state = dict(checkpoint.tensors), self.model.state_dict()
         starts_averages = self.config.weight_average and "average" not in checkpoint.data
-        if starts_averages:
-            tensors |= {n: part for n, part in state.items() if n.endswith(AVERAGE)}
-        statistics = {n: part for n, part in state.items() if n.endswith(STATISTICS)}
-        if statistics.keys() != {n for n in tensors if n.endswith(STATISTICS)}:
-            tensors = {n: part for n, part in tensors.items() if not n.endswith(STATISTICS)}
-            tensors |= statistics
-        self._load(dataclasses.replace(checkpoint, tensors=tensors))
+        names = [
+            {name for name in tensors if name.endswith(STATISTICS)}
+            for tensors in (checkpoint.tensors, self.model.state_dict())
+        ]
+        started = (AVERAGE,) * bool(starts_averages) + STATISTICS * (names[0] != names[1])
+        self._load(checkpoint, started)
         if starts_averages:
             self._start_averages()
 
-    def _load(self, checkpoint: Checkpoint) -> None:
+    def _load(self, checkpoint: Checkpoint, started: tuple[str, ...] = ()) -> None:
+        """Load the tensors of a checkpoint, except those with a suffix in `started`."""
         check_trainable(checkpoint)
-        tensors = dict(checkpoint.tensors)
         if ("wire" in checkpoint.data) != (self.shared is not None):
-            tensors = {n: part for n, part in tensors.items() if not n.endswith(WIRE)}
-            tensors |= {n: part for n, part in self.model.state_dict().items() if n.endswith(WIRE)}
+            started += (WIRE,)
         state = self.model.state_dict()
         layout = self.shared.layout(self.model) if self.shared else {}
-        check_layout(tensors, state | layout)
-        self.model.load_state_dict({n: part[: len(state[n])] for n, part in tensors.items()})
+        tensors, expected = (
+            {name: part for name, part in some.items() if not name.endswith(started)}
+            for some in (checkpoint.tensors, state | layout)
+        )
+        check_layout(tensors, expected)
+        parts = {name: part[: len(state[name])] for name, part in tensors.items()}
+        self.model.load_state_dict(parts, strict=not started)
         self._measured = False
 
     def restore(self, checkpoint: Checkpoint) -> None:

@@ -63,7 +63,8 @@ def test_start_is_called_with_its_options(recorded_call, monkeypatch):
     [([], 0, LR_OF_TUNING, None, "some/run/tokenizer.json"),
      (["--weights", "anneal"], 0, LR_OF_FADING_TUNING, "orthogonal", "some/run/tokenizer.json"),
      (["--weights", "anneal"], 9, LR_OF_FADING_TUNING, None, "some/run/tokenizer.json"),
-     (["--lr", "0.3", "--tokenizer", "x", "--weights", "anneal", "--optimizer", "adafactor"], 0, 0.3, "factored", "x")],
+     (["--weights", "anneal", "--lr", "0.3", "--tokenizer", "x", "--optimizer", "adafactor"], 0,
+      0.3, "factored", "x")],
 )  # fmt: skip
 def test_tuned_model_has_defaults_of_its_own(
     words, step, lr, direction, tokenizer, recorded_call, monkeypatch

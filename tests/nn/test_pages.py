@@ -45,8 +45,8 @@ def test_example_tunes_a_model(folder, tmp_path, monkeypatch, capsys):
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{3 + number % 7}" for number in range(200)))
     script = ROOT / "examples" / "tune_any_model.py"
-    arguments = [str(folder), str(text), "--out", "tuned", "--steps", "6", "--ctx", "16", "--lr", "0.1"]
-    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    options = ["--out", "tuned", "--steps", "6", "--ctx", "16", "--lr", "0.1"]
+    monkeypatch.setattr(sys, "argv", [str(script), str(folder), str(text), *options])
     runpy.run_path(str(script), run_name="__main__")
     losses = [float(loss) for loss in re.findall(r"step \d: ([\d.]+)", capsys.readouterr().out)]
     assert len(losses) == 6

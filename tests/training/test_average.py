@@ -1,5 +1,6 @@
 """The average of weights: what it averages, and who reads it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -117,9 +118,10 @@ def test_evaluations_and_readers_have_the_average(run, trainer_of, tmp_path):
     assert torch.equal(average_of(tuned), z_of(plain).floor())
 
 
-def trained(group: Group, config: TrainConfig) -> tuple[dict[str, str], float]:
+def trained(group: Group, config: TrainConfig, initial: Path) -> tuple[dict[str, str], float]:
     texts = open_texts(config.data, (), seed=0, context=config.model.ctx)
     trainer = Trainer(config, texts, group=group)
+    trainer.take_weights(read_saved(initial, print).checkpoint)
     for _ in range(5):
         trainer.train_step()
     tensors = trainer.checkpoint("of a text").tensors
@@ -127,11 +129,15 @@ def trained(group: Group, config: TrainConfig) -> tuple[dict[str, str], float]:
     return {name: tensor_digest(name, part) for name, part in tensors.items()}, loss
 
 
-def test_processes_have_the_average_of_one_though_they_read_no_remainder(lines):
+def test_processes_have_the_average_of_one_though_they_read_no_remainder(
+    lines, trainer_of, tmp_path
+):
+    initial = trainer_of(direction="factored")  # whose statistics are dropped
+    path = save_checkpoint(tmp_path, initial.checkpoint("of a text"))
     config = new_config(
         **TINY, steps=9, weight_average=2, accum=2, reduce_dtype="int12", data=[lines]
     )
-    expected = trained(Group(), config)
-    outcomes = run_processes(2, trained, config)
+    expected = trained(Group(), config, path)
+    outcomes = run_processes(2, trained, config, path)
     assert outcomes[0] == expected
     assert outcomes[1][1] == expected[1]

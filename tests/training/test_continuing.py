@@ -110,7 +110,7 @@ def test_run_begins_with_saved_weights(text, tmp_path):
     assert resume_run(tmp_path / "b", Observer()).steps == 1
 
 
-@pytest.mark.parametrize(("old", "new"), ["muon adafactor".split(), "adafactor muon".split()])
+@pytest.mark.parametrize(("old", "new"), [("muon", "adafactor"), ("adafactor", "muon")])
 def test_run_begins_with_weights_of_another_optimizer(old, new, text, tmp_path):
     sizes = SMALL | {"rule": "moment", "data": [text], "steps": 1}
     start_run(new_config(**sizes, direction=old), tmp_path / "a", Observer())
