@@ -137,7 +137,7 @@ def reference_step(
     size, z, m = lr * rule.radix / 16, before["z"], before["m"]
     v, micro = before["v"], len(slopes) - 1
     if micro == accumulation - 1:
-        slope = torch.stack([slope.clamp(-3, 3) for slope in slopes]).mean(0)
+        slope = torch.stack([slope.clamp(-16, 16) for slope in slopes]).mean(0)
         v = v - 4 * lr * (slope / (_rms(slope) if micro else 1)).clamp(-3, 3)
     shrunk = lr * weight_decay / 128 * z
     if not rule.moment_range:

@@ -462,6 +462,24 @@ def stack_of(rule: str, direction: str | None):
     return stack, Updater([stack], seed=3, dtype=torch.float32), config
 
 
+def test_few_large_slopes_step_their_scales_as_far_in_several_micro_batches():
+    """Slopes of the other groups are small beside the RMS, and steps are not stretched to it."""
+    grad = 0.01 * gradient("cpu", 0, (64, DIM))
+    grad[5] *= 1000
+    moved = []
+    for accumulation in (1, 2, 4):
+        tensor = TernaryTensor(64, DIM, preset("tiny").layer_spec(), area="mlp")
+        tensor.fill(1)
+        updater = Updater([tensor], seed=3, dtype=torch.float32)
+        for micro in range(accumulation):
+            updater.begin(0, 8.0, micro, accumulation)
+            updater(tensor, grad.clone())
+        updater.finish()
+        moved.append(128 * tensor.exponent.int() + tensor.fraction.int())
+    for several in moved[1:]:
+        assert (several - moved[0]).abs().max() <= 2  # rounded stochastically
+
+
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
 def test_single_row_of_a_stack_steps_as_far_in_several_micro_batches(rule):
     """Its direction is 8 RMS values of the matrix, and its step is limited to 4."""

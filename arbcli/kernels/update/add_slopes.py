@@ -1,8 +1,9 @@
 """Add the slopes of a micro-batch to those of a step: t <- t + round(w * s).
 
-s is the slope of each scale over its root-mean-square across the matrix, clipped to +-3, and w the
-weight of the micro-batch. t is int16 in units of 2**-13, which holds +-3. Its squares come in
-parts, one for each program, so that adding them up in order gives the same bits every time.
+s is the slope of each scale over its root-mean-square across the matrix, clipped to +-16, and w the
+weight of the micro-batch. t is int16 in units of 2**-11. A step clips its slopes to +-3 after their
+sum was divided by its root-mean-square, as those of a single batch are. Squares of t come in parts,
+one for each program, so that adding them up in order gives the same bits every time.
 """
 
 import torch
@@ -12,11 +13,12 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import OK, round_to_int
-from arbcli.kernels.update.step_scales import CLIP
 
 BLOCK_N, BLOCK_G = 8, 128
-UNIT = 2.0**-19
-"""Product of a slope in units of 2**-16 and a weight in units of 2**-16, in units of 2**-13."""
+CLIP = 16 << 16
+"""Clipping threshold, as a gain of 2**16 makes of slopes."""
+UNIT = 2.0**-21
+"""Product of a slope in units of 2**-16 and a weight in units of 2**-16, in units of 2**-11."""
 LARGEST = 2**15 - 1
 
 
@@ -85,7 +87,7 @@ add_slopes = Operation(
 """Add slopes to a total, in place.
 
 Args:
-    total: (N, groups) int16, in units of 2**-13; saturates.
+    total: (N, groups) int16, in units of 2**-11; saturates.
     slope: (N, groups) float32.
     slope_gain: float32 scalar tensor, 2**16 over the root-mean-square of the slope.
     weight: int32 scalar tensor, in units of 2**-16.

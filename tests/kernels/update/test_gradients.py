@@ -53,6 +53,7 @@ def digits(*pairs, device):
 def test_slopes_of_a_step_are_divided_by_their_root_mean_square(backend, device):
     """With as many parts as programs of a large matrix, or one."""
     slopes = torch.randn(2, 30, 400, generator=torch.Generator().manual_seed(0)).to(device)
+    slopes[:, 0, :9] *= 20  # the largest ones are clipped
     unit = torch.full((), 2.0**16, device=device)
     weight, ok = (torch.tensor(n, dtype=torch.int32, device=device) for n in (2**15, 1))
     total = torch.zeros_like(slopes[0], dtype=torch.int16)
@@ -60,10 +61,10 @@ def test_slopes_of_a_step_are_divided_by_their_root_mean_square(backend, device)
         for slope in slopes:
             squares = add_slopes(total, slope, unit, weight, ok)
         usable, gain = slope_gain(total, squares)
-    expected = slopes.double().clamp(-3, 3).mean(0)
-    torch.testing.assert_close(total.double(), 2**13 * expected, rtol=0, atol=1.01)
+    expected = slopes.double().clamp(-16, 16).mean(0)
+    torch.testing.assert_close(total.double(), 2**11 * expected, rtol=0, atol=1.01)
     assert int(usable) == 1
-    assert float(gain) == pytest.approx(8 / expected.square().mean().sqrt().item(), rel=1e-4)
+    assert float(gain) == pytest.approx(32 / expected.square().mean().sqrt().item(), rel=1e-4)
 
 
 @each_backend

@@ -14,8 +14,8 @@ def add_slopes_reference(
     """Compute the new total in int64, and the sum of its squares."""
     new = total.to(torch.int64)
     if ok:
-        unit = (slope * slope_gain).clamp(-3 * 2**16, 3 * 2**16)
-        new = new + torch.round(unit * (weight.float() / 2**19)).to(torch.int64)
+        unit = (slope * slope_gain).clamp(-16 * 2**16, 16 * 2**16)
+        new = new + torch.round(unit * (weight.float() / 2**21)).to(torch.int64)
     new = new.clamp(-(2**15 - 1), 2**15 - 1)
     return new.to(torch.int16), (new * new).sum()
 
