@@ -459,10 +459,10 @@ class ModelConfig:
         return [f"`{part.kind}`" for part in (*parts, *self.beside, self.ahead) if part]
 
     def _check_tokens(self) -> None:
-        if self.byte_readers:
+        if readers := self.byte_readers:
             raise ArbError(
-                f"`vocabulary` is {self.vocabulary:,}, and {self.byte_readers[0]} reads bytes",
-                hint=f"leave it out, or use the vocabulary of bytes, {VOCABULARY}",
+                f"{readers[0]} reads bytes, and the model has {self.vocabulary:,} symbols",
+                hint=f"leave it out, or the tokenizer: bytes are {VOCABULARY} symbols",
                 fields=("vocabulary",),
             )
 

@@ -153,11 +153,16 @@ class Text:
     template_digest: str | None = None
     """Digest of the template of these documents."""
 
-    def contains(self, byte: bytes) -> bool:
-        """Return whether the text has a byte."""
+    def may_contain(self, mark: bytes) -> bool:
+        """Return whether the text has a byte, or one of its files begins with it.
+
+        A sound begins with a mark, and a text may have the end of a sound alone.
+        """
         size = len(self)
         offsets = range(0, size, SEARCHED_BYTES)
-        return any(byte in self.read(o, min(SEARCHED_BYTES, size - o)) for o in offsets)
+        return any(mark in self.read(o, min(SEARCHED_BYTES, size - o)) for o in offsets) or any(
+            Text.from_parts([(file, 0, 1)]).read(0, 1) == mark for file in self.files
+        )
 
     def windows(self, length: int) -> int:
         """Return the number of windows of `length` bytes."""

@@ -340,7 +340,7 @@ def evaluate(
         else:
             length = min(model.config.ctx, len(text) - 1)
             sums = torch.zeros(length, dtype=torch.float64, device=model.device)
-            if text.source is text and text.contains(MEDIA_MARK):
+            if text.source is text and text.may_contain(MEDIA_MARK):
                 media = imported("arbcli.families.media.evaluation:MediaLosses")(text, model.device)
             nats = mean_loss(
                 model,

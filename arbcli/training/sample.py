@@ -27,7 +27,7 @@ def sample_text(trainer: Trainer) -> str:
     """
     model, config = trainer.model, trainer.config
     val = trainer.texts.val
-    may_have_media = trainer.texts.tokenizer is None and val.contains(MEDIA_MARK)
+    may_have_media = trainer.texts.tokenizer is None and val.may_contain(MEDIA_MARK)
     if may_have_media and imported("arbcli.families.media.evaluation:is_mostly_media")(val):
         return ""
     sampling, prompt = Sampling(seed=config.seed), PROMPT

@@ -55,6 +55,19 @@ def test_evaluate_tells_loss_by_kind_in_the_forms_of_the_run(call, folder):
     assert "WebP" in shown
 
 
+def test_held_out_end_of_a_sound_is_a_sound(tmp_path, arb_here, monkeypatch):
+    """The byte that marks a sound is before this end, and not in it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    samples = np.rint(1000 + 100 * np.sin(0.3 * np.arange(400))).astype(np.int16)
+    soundfile.write(tmp_path / "a.wav", samples, 8000)
+    config = new_config(**SIZES, steps=1, eval_every=0, data=[str(tmp_path / "a.wav")])
+    assert start_run(config, tmp_path / "run", Observer()).sample == ""
+    call = ["--checkpoint", str(tmp_path / "run"), "--device", "cpu", "--json"]
+    report = json.loads(arb_here("evaluate", *call).stdout)
+    (sound,) = report["by_kind"]
+    assert (sound["kind"], sound["bytes"]) == ("sound", report["bytes"])
+
+
 def test_resume_reads_the_same_forms(folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     resume_run(folder / "run", Observer(), steps=6)

@@ -51,7 +51,7 @@ def test_part_that_reads_bytes_is_refused_with_tokens(name):
         chunking = dataclasses.replace(first.chunking, boundaries="space")
         stages = (dataclasses.replace(first, chunking=chunking), *others)
         config = dataclasses.replace(config, stages=stages)
-    with pytest.raises(ArbError, match="reads bytes"):
+    with pytest.raises(ArbError, match=f"reads bytes, and the model has {SMALL} symbols"):
         dataclasses.replace(config, vocabulary=SMALL)
 
 

@@ -60,8 +60,8 @@ class ChunkingConfig(SplitConfig):
             )
         if config.vocabulary != VOCABULARY:
             raise ArbError(
-                f"`vocabulary` is {config.vocabulary:,}, and `boundaries=space` reads bytes",
-                hint=f"leave it out, or use the vocabulary of bytes, {VOCABULARY}",
+                f"`boundaries=space` reads bytes, and the model has {config.vocabulary:,} symbols",
+                hint=f"leave it out, or the tokenizer: bytes are {VOCABULARY} symbols",
                 fields=("vocabulary", "boundaries"),
             )
 
