@@ -21,6 +21,8 @@ WEIGHTS = 1e11
 """Weights per second that a micro-batch decodes and adds gradients to, or that an update steps."""
 ORTHOGONAL = 5.0e13
 """Weights per second times the width of the stream, in Newton-Schulz iterations."""
+LEAST_SECONDS = 8e-5
+"""Seconds of a part of a small model in a micro-batch, whose kernels take their least time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +95,8 @@ def step_seconds(config: TrainConfig) -> float | None:
     orthogonal = linear * spec.dim if spec.direction == "orthogonal" else 0
     if not find_rule(model.rule, model.digits).gradient_moment:
         orthogonal *= config.accum  # each gradient, not their average
-    return (
-        config.accum * tokens * seconds_per_token
-        + (config.accum + 1) * weights / WEIGHTS
-        + orthogonal / ORTHOGONAL
-    )
+    seconds = config.accum * tokens * seconds_per_token + (config.accum + 1) * weights / WEIGHTS
+    return max(seconds + orthogonal / ORTHOGONAL, config.accum * len(parts) * LEAST_SECONDS)
 
 
 def _rounded(number: float) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from arbcli.config.training import TrainConfig
-from arbcli.inspect.speed import expected_speed
+from arbcli.inspect.speed import expected_speed, step_seconds
 from arbcli.training.configure import new_config
 
 with mock.patch.object(torch, "compile", lambda function=None, **_: function or (lambda f: f)):
@@ -44,6 +44,12 @@ def test_speed_is_that_of_measured_steps(monkeypatch):
         expected = speed.fp8_tokens_per_second if fp8 else speed.tokens_per_second
         assert expected == pytest.approx(row["tokens_per_second"], rel=0.08), row
     assert {row["shape"] for row in rows} == large_tuning.SHAPES.keys()
+
+
+def test_step_of_a_small_model_takes_the_least_time_of_its_kernels():
+    step = config("tiny", batch=16)
+    assert step.model.ctx == 64
+    assert step_seconds(step) == pytest.approx(6.45e-4, rel=0.08)  # docs/log/runs.md
 
 
 @pytest.mark.parametrize(
