@@ -161,7 +161,7 @@ def test_llama_cpp_predicts_the_same(saved, tmp_path, kind, options, bound):
 
 @pytest.mark.parametrize(("name", "options", "hint"), [
     ("tiny", {}, "--no-sub-norms"),
-    ("arb-tiny", "graph", "--to safetensors"),
+    ("arb-tiny", "graph", "--to hf` or `--to safetensors"),
     ("tiny", {"streams": 2, "sub_norms": False}, "--to safetensors"),
 ])  # fmt: skip
 def test_model_that_gguf_cannot_hold_is_refused(saved, tmp_path, small_graph, name, options, hint):
