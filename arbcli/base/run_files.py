@@ -109,10 +109,15 @@ def check_free(run: Path) -> None:
     """Check that a path can become the directory of a new run.
 
     Raises:
-        ArbError: it is a file, or contains a run.
+        ArbError: it is a file, or contains a run or the weights of one.
     """
     if run.is_file():
         raise ArbError(f"`{run}` is a file", hint="choose another `--out`")
+    if not (run / CONFIG).exists() and (checkpoints(run) or best_checkpoints(run)):
+        raise ArbError(
+            f"`{run}` already contains weights, which a new run would replace",
+            hint=f"choose another `--out`; `--init-from {run}` starts from them",
+        )
     if (run / CONFIG).exists():
         raise ArbError(
             f"`{run}` already contains a run",

@@ -59,6 +59,8 @@ def _resume_plan(report: "CheckReport") -> list[str]:
     left = report.steps - report.resumes_at
     if left <= 0 and not report.evaluates_first:
         return [f"a resume   has nothing to do: all {report.steps:,} steps are done"]
+    if report.has_ended and not report.evaluates_first:
+        return ["a resume   has nothing to do: the run has ended by `--patience`"]
     lines = [f"a resume   goes on at step {report.resumes_at:,}, {left:,} steps to the end"]
     if report.steps_before is not None:
         lines.append(

@@ -102,7 +102,10 @@ def train(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Directory to create. [default: the next free one in runs/]"),
+        typer.Option(
+            help="Directory to create. With --resume auto: the folder of the runs. [default: the"
+            " next free one in runs/]"
+        ),
     ] = None,
     resume: Annotated[
         str | None,
@@ -185,6 +188,11 @@ def train(
         others = {name: value for name, value in settings.items() if name != "steps"}
         others |= given_options(minutes=minutes, init_from=init_from, config=config_file)
         _refuse_changes(others)
+        if out is not None and resume != "auto":
+            raise ArbError(
+                "`--out` names the folder of the runs for `--resume auto`, and a run was named",
+                hint="leave `--out` out: a run is continued where it is",
+            )
     else:
         settings = _merge_files(settings, config_file, init_from)
     if dry_run and resume is not None:
@@ -437,7 +445,8 @@ def _refuse_changes(settings: dict[str, Any]) -> None:
     if settings:
         raise ArbError(
             f"{quoted_options(settings)} cannot be changed when resuming",
-            hint="leave them out, or start a new run without `--resume`",
+            hint=f"leave {'it' if len(settings) == 1 else 'them'} out, or start a new run without"
+            " `--resume`",
         )
 
 

@@ -36,6 +36,11 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
     fields, saved_fields = map(dataclasses.asdict, (dataclasses.replace(model, **free), saved))
     if difference := first_difference(fields, saved_fields):
         name, ours, theirs = difference
+        if name == "vocabulary":
+            raise ArbError(
+                f"the run has {ours:,} symbols, and the saved model {theirs:,}",
+                hint="leave `--tokenizer` out: symbols are those of the saved model",
+            )
         raise ArbError(
             f"`{name}` is {ours}, and {theirs} in the saved model",
             hint="build the run's configuration from the saved model, with"

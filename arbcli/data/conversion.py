@@ -356,19 +356,30 @@ def _lines(blocks: Iterator[bytes], path: Path) -> Iterator[bytes]:
 
 
 def _text_of(record: Any, number: int, path: Path, conversion: Conversion) -> Iterator[bytes]:
-    """Yield the field of a record, which is a text or a list of parts, and a newline."""
-    field = conversion.field
+    """Yield the field of a record, which is a text or a list of parts, and a newline.
+
+    Nothing is yielded for a field that is null, as for missing values of tables.
+    """
+    field = str(conversion.field)
+    if isinstance(record, dict) and field not in record:
+        raise ArbError(
+            f"line {number} of `{path}`: it has no `{field}`",
+            hint=f"its fields are {quoted(record) or 'none'}: name one, or leave the record out",
+        )
     try:
+        if not isinstance(record, dict):
+            raise TypeError("it is not an object")
         value = record[field]
+        if value is None:
+            return
         parts = [_part(part) for part in value] if isinstance(value, list) else [("text", value)]
         if not all(isinstance(part, str) for _, part in parts):
             raise TypeError("it is neither a text nor a list of parts")
         for _, part in parts:
             part.encode()  # raises UnicodeEncodeError for unpaired surrogates
-    except (ValueError, KeyError, TypeError) as error:
-        why = f"it has no `{field}`" if isinstance(error, KeyError) else str(error)
+    except (ValueError, TypeError) as error:
         raise ArbError(
-            f"line {number} of `{path}`: {why}",
+            f"line {number} of `{path}`: {error}",
             hint="each line must be an object; `--field` names the one with the text, or with"
             ' parts, as in [{"text": "a dog"}, {"sound": "dog.wav"}]',
         ) from None

@@ -34,6 +34,12 @@ ABOUT_DATASETS = ("dataset_dict.json", "dataset_info.json", "state.json")
 """Files that describe a dataset, and are not texts of its folder."""
 RUN = "config.json", frozenset({"metrics.jsonl", ".lock"})
 """A folder with the first file and any of the others is a run."""
+OF_RUN = re.compile(
+    r"config\.json|metrics\.jsonl|tokenizer\.json|trace-[0-9]+\.json\.gz"
+    r"|.*\.(safetensors|aside)|hugging_face|tensorboard"
+)
+"""Names of files and folders that a run writes. They are no texts, so that a run in the folder of
+its texts can be resumed."""
 MOST_WEIGHT = 10**9
 """Largest weight of a text in a mixture."""
 NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -134,7 +140,9 @@ def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Pat
     files, media = [], set[str]()
     for match in [path] if is_named else sorted(set(_matches(path))):
         mode = _mode(match)
-        if stat.S_ISDIR(mode) and _has_dataset(match):
+        if not is_named and is_of_run(match):
+            left_out.append(match)
+        elif stat.S_ISDIR(mode) and _has_dataset(match):
             files += imported("arbcli.data.sources:saved_dataset")(Path(match))
         elif stat.S_ISDIR(mode):
             below = _files_below(match, left_out)
@@ -300,16 +308,33 @@ def _files_below(
     top = os.path.abspath(folder)
     for parent, folders, names in os.walk(top, onerror=refuse):
         folders[:] = [name for name in folders if name[0] != "." and name not in skip]
-        if parent != top and RUN[0] in names and not RUN[1].isdisjoint(names):
-            left_out.append(parent)
-            folders.clear()
-            continue
-        left_out += [os.path.join(parent, name) for name in names if name.endswith(SAVED)]
+        saved = {name for name in names if name.endswith(SAVED)}
+        if _is_run(parent):
+            if parent != top:
+                left_out.append(parent)
+                folders.clear()
+                continue
+            saved |= {name for name in (*folders, *names) if OF_RUN.fullmatch(name)}
+            folders[:] = [name for name in folders if name not in saved]
+        left_out += [os.path.join(parent, name) for name in saved]
         about = ABOUT_DATASETS if _has_dataset(parent) else ()
-        names = [name for name in names if not name.endswith(SAVED) and name not in about]
+        names = [name for name in names if name not in saved and name not in about]
         paths = [Path(parent, name) for name in names if name[0] != "."]
         files += [path for path in paths if stat.S_ISREG(_mode(path))]
     return sorted(files, key=Path.as_posix)
+
+
+def _is_run(folder: str) -> bool:
+    """Return whether a folder is a run."""
+    has = [os.path.isfile(os.path.join(folder, name)) for name in (RUN[0], *RUN[1])]
+    return has[0] and any(has[1:])
+
+
+def is_of_run(path: str) -> bool:
+    """Return whether a path is a run, or a run has written it or the folder that it is in."""
+    parent, name = os.path.split(path)
+    written = (name, parent), (os.path.basename(parent), os.path.dirname(parent))
+    return _is_run(path) or any(OF_RUN.fullmatch(one) and _is_run(run) for one, run in written)
 
 
 def _has_dataset(folder: str) -> bool:

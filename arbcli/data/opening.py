@@ -19,6 +19,7 @@ from arbcli.data.files import (
     check_weights,
     find_files,
     find_standard_library,
+    is_of_run,
     may_be_shard,
     weight_of,
 )
@@ -192,7 +193,9 @@ def _name(entries: Sequence[str]) -> str:
 
 
 def _describe(name: str, num_files: int, left_out: Sequence[str]) -> str:
-    saved = sum(path.endswith(SAVED) or os.path.isdir(path) for path in set(left_out))
+    saved = sum(
+        path.endswith(SAVED) or os.path.isdir(path) or is_of_run(path) for path in set(left_out)
+    )
     kinds = {"saved by arb": saved, "binary": len(set(left_out)) - saved}
     counts = " and ".join(f"{count:,} {kind}" for kind, count in kinds.items() if count)
     more = f"; {counts} left out" if counts else ""

@@ -17,10 +17,16 @@ from arbcli.training.directory import (
     run_config,
 )
 from arbcli.training.recent import FIELD
-from arbcli.training.record import METRICS, read_all_records, stays
-from arbcli.training.resume import accept_of, can_begin_again, check_steps, initial_again
+from arbcli.training.record import METRICS, held_out_losses, read_all_records, stays
+from arbcli.training.resume import (
+    accept_of,
+    can_begin_again,
+    check_patience,
+    check_steps,
+    initial_again,
+)
 from arbcli.training.saving import surplus
-from arbcli.training.schedule import is_evaluated
+from arbcli.training.schedule import Patience, is_evaluated
 from arbcli.training.teacher import teacher_again
 from arbcli.training.trainer import text_digest
 
@@ -53,6 +59,8 @@ class CheckReport:
     """Number of records that are replaced: those of later steps, and an extra one of a stop."""
     evaluates_first: bool
     """Whether a resume begins with an evaluation, as the record of its step is missing."""
+    has_ended: bool
+    """Whether the run has ended by `--patience`, so that a resume takes no step."""
     sets_aside: tuple[str, ...]
     """Checkpoints of later steps, renamed at the first save, or at once if `--steps` changes."""
     removes: tuple[str, ...]
@@ -119,12 +127,14 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
             resumes_at, stops = None, str(error)
     removes = [finding.name for finding in findings if finding.name.endswith(".tmp")]
     sets_aside: list[str] = []
-    dropped, evaluates = 0, False
+    dropped, evaluates, ended = 0, False, False
     if config is not None and resumes_at is not None:
         then = dataclasses.replace(config, steps=steps or config.steps)
         has_recent = resumes_at in recent_steps
         kept_records = [record for record in records if stays(record, resumes_at, then, has_recent)]
         dropped = len(records) - len(kept_records)
+        losses = held_out_losses(kept_records)
+        ended = Patience(config.patience, losses).is_exhausted
         recorded = any(record["step"] == resumes_at for record in kept_records)
         evaluates = is_evaluated(then, resumes_at) and not recorded
         sets_aside = [file.name for file in verified if step_of(file) > resumes_at]
@@ -133,6 +143,11 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
             older = [file.name for file in verified if step_of(file) <= resumes_at]
             left |= {*older[config.keep - 1 :]}
         removes += sorted(left, reverse=True)
+        if ended and changes:
+            try:
+                check_patience(run, config, losses)
+            except ArbError as error:
+                resumes_at, stops = None, str(error)
     return CheckReport(
         run=str(run),
         findings=tuple(findings),
@@ -142,6 +157,7 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
         steps_before=total if changes else None,
         drops_records=dropped,
         evaluates_first=evaluates,
+        has_ended=ended,
         sets_aside=tuple(sets_aside),
         removes=tuple(removes),
         passed=stops is None and all(f.state in ("ok", "left over") for f in findings),

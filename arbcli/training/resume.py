@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -57,6 +58,7 @@ from arbcli.training.record import (
     RunRecords,
     TrainReport,
     best_step,
+    held_out_losses,
     read_records,
     seconds_until,
     stays,
@@ -71,7 +73,7 @@ from arbcli.training.run import (
     run_loop,
 )
 from arbcli.training.saving import later_checkpoints, note_aside, sweep_run
-from arbcli.training.schedule import fade_stage, is_evaluated, learning_rate
+from arbcli.training.schedule import Patience, fade_stage, is_evaluated, learning_rate
 from arbcli.training.trainer import check_shares, text_digest
 
 if TYPE_CHECKING:
@@ -161,6 +163,10 @@ def resume_run(
             check_same_text(run, facts, text_digest(texts), new_run)
             teacher = read_teacher_of(config, facts=facts)
             if steps not in (None, config.steps):
+                has_recent = bool(checkpoint and checkpoint.data.get(FIELD))
+                records_before = read_records(run) if group.first else []
+                kept = [r for r in records_before if stays(r, done, config, has_recent)]
+                check_patience(run, config, group.broadcast_object(held_out_losses(kept)))
                 config, facts = _extended(run, facts, config, done, steps, observer, group)
             trainer = build_trainer(config, texts, group, teacher)
             del teacher  # it may be large
@@ -228,6 +234,21 @@ def check_steps(run: Path, done: int, steps: int) -> None:
         raise ArbError(
             f"the run has done {done:,} steps",
             hint=f"use a larger `--steps`, or only `--resume {run}`",
+        )
+
+
+def check_patience(run: Path, config: TrainConfig, losses: Iterable[tuple[int, float]]) -> None:
+    """Check that a run has not ended by `--patience`, so that more steps would be taken.
+
+    Raises:
+        ArbError: it has.
+    """
+    if Patience(config.patience, losses).is_exhausted:
+        raise ArbError(
+            f"the run has ended, as its held-out loss has not fallen in {config.patience}"
+            " evaluations (`--patience`)",
+            hint="name an earlier checkpoint to go back to, or start a new run from the weights:"
+            f" `--init-from {run}`",
         )
 
 

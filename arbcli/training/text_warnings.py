@@ -23,7 +23,7 @@ MOST_FILES = 1000
 def text_warnings(texts: Texts) -> list[str]:
     """Return warnings about binary files, and about dissimilar training and held-out texts."""
     both = texts.train.source, texts.val.source
-    binaries = [file for text in both for file in _binary_files(text)]
+    binaries = list(dict.fromkeys(file for text in both for file in _binary_files(text)))
     warnings = []
     if binaries:
         more = f" and {len(binaries) - 1} more" if len(binaries) > 1 else ""

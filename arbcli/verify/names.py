@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-from arbcli.base.errors import ArbError, quoted
+from arbcli.base.errors import ArbError
 
 DECLARATION = re.compile(r"^(\w+)_verification = Verification\(", re.MULTILINE)
 """Pattern of the declaration of how the operation of a name is verified."""
@@ -45,4 +46,9 @@ def check_kernel_names(names: Iterable[str]) -> None:
     known = kernel_names()
     for name in names:
         if name not in known:
-            raise ArbError(f"no kernel is named `{name}`", hint=f"choose from: {quoted(known)}")
+            near = get_close_matches(name, known, cutoff=0.5)
+            meant = f"{' or '.join(f'`{one}`' for one in near)} may be meant; " if near else ""
+            raise ArbError(
+                f"no kernel is named `{name}`",
+                hint=f"{meant}`arb verify-kernels --list` shows all names",
+            )

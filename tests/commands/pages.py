@@ -252,7 +252,7 @@ def _shown_by_inspect() -> str:
 
 
 def _shown_by_check() -> str:
-    report = filled(CheckReport, steps=5_000_000, steps_before=None)
+    report = filled(CheckReport, steps=5_000_000, steps_before=None, has_ended=False)
     goes_on = dataclasses.replace(report, stops=None)
     nothing = dataclasses.replace(goes_on, drops_records=0, sets_aside=(), removes=())
     steps = nothing.resumes_at + 2
@@ -261,6 +261,7 @@ def _shown_by_check() -> str:
         goes_on,
         evaluates,
         dataclasses.replace(evaluates, steps=evaluates.resumes_at),
+        dataclasses.replace(nothing, evaluates_first=False, steps=steps, has_ended=True),
         dataclasses.replace(goes_on, steps=goes_on.resumes_at + 1, steps_before=7_000_000),
         dataclasses.replace(report, resumes_at=None),
     )

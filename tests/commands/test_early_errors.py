@@ -44,6 +44,8 @@ MISTAKES = {
     "train --teacher nofile": "there is no run at `nofile`",
     "train --out text.txt": "`text.txt` is a file",
     "train --out run": "`run` already contains a run",
+    "train --out made": "`made` already contains weights, which a new run would replace",
+    "train --resume run --out other": "`--out` names the folder of the runs for `--resume auto`",
     "train --device tpu": "no device is named `tpu`\nhint: use `cpu`, `cuda`",
     "train --rule [bold]": "`--rule` is `[bold]`\nhint: choose one of: ",
     "train --preset huge": "no preset is named `huge`\nhint: choose one of",
@@ -135,7 +137,7 @@ MISTAKES = {
     for words in ("--prompt a", "--bytes", "--chunks", "--json")
 } | {
     f"train --resume auto {words}":
-        f"`{option or words.split()[0]}` cannot be changed when resuming"
+        f"`{option or words.split()[0]}` cannot be changed when resuming\nhint: leave it out"
     for words, option in (
         ("--config a.toml", ""), ("--minutes 3", ""), ("--init-from y", ""), ("--lr 1", ""),
         ("--model model.toml", ""), ("--no-moe", "--moe/--no-moe"))

@@ -48,12 +48,12 @@ def test_start_is_called_with_its_options(recorded_call, monkeypatch):
     monkeypatch.setattr(load, "read_saved", lambda path, note: load.SavedModel(path, path))
     monkeypatch.setattr(load, "saved_config", lambda checkpoint: preset("small"))
     monkeypatch.setattr(tokens, "saved_tokenizer", lambda *_: None)
-    words = ["train", "--out", "some/run", "--device", "cpu", "--minutes", "2.5", "--profile", "4"]
+    words = ["train", "--out", "some/new", "--device", "cpu", "--minutes", "2.5", "--profile", "4"]
     words += ["--init-from", "model", "--ctx", "32", "--weights", "anneal"]
     call = recorded_call("arbcli.training.run.start_run", *words)
     config, out, _ = call.args
     model = config.model
-    assert (model.dim, model.ctx, model.digits, out) == (384, 32, "fade", Path("some/run"))
+    assert (model.dim, model.ctx, model.digits, out) == (384, 32, "fade", Path("some/new"))
     assert call.kwargs["initial"].checkpoint == Path("model")
     assert (call.kwargs["minutes"], call.kwargs["profile"]) == (2.5, 4)
 

@@ -124,6 +124,12 @@ def test_every_setting_that_differs_is_refused_by_its_name(field):
         check_initial(preset(name, **options), PRESETS[name])
 
 
+def test_other_symbols_are_refused_without_a_name_that_is_no_option():
+    model = dataclasses.replace(preset("tiny"), vocabulary=512)
+    with pytest.raises(ArbError, match=r"^the run has 512 symbols, and the saved model 256$"):
+        check_initial(model, preset("tiny"))
+
+
 def test_every_option_of_a_model_is_kept_or_free():
     assert {name for name in ARGUMENTS if not is_kept(name)} == set(FREE)
 

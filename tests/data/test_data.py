@@ -335,6 +335,28 @@ def test_entries_open_the_same_texts_in_all_versions(entries, options, tmp_path,
     assert opened.startswith(OPENED[entries, options])
 
 
+RUN_FILES = (
+    "config.json", "metrics.jsonl", "tokenizer.json", "trace-000006.json.gz",
+    "metrics.jsonl.aside", "step-000000.safetensors", "hugging_face/config.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("run", ["", "run"])
+@pytest.mark.parametrize("entry", ["", "/*", "/**/*"])
+def test_text_stays_the_same_when_a_run_lies_in_its_folder(entry, run, tmp_path):
+    """A run whose own files became text could not be resumed."""
+    for name in ("a.txt", "deep/b.json"):
+        write(tmp_path / name, b"words " * 50)
+    about = {"val": None, "seed": 0, "context": 8}
+    before = open_texts([f"{tmp_path}{entry}"], **about)
+    for name in RUN_FILES:
+        write(tmp_path / run / name, b"saved " * 50)
+    after = open_texts([f"{tmp_path}{entry}"], **about)
+    assert after.train.files == before.train.files
+    assert " saved by arb left out" in after.description
+    assert "binary" not in after.description
+
+
 @pytest.mark.parametrize(
     ("function", "refused"),
     [("scandir", "folder"), ("stat", "folder/a.txt"), ("access", "folder/a.txt")],

@@ -50,13 +50,15 @@ def test_gzip_is_unpacked_once(tmp_path, cache):
 @pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL", "a.jsonl.gz"])
 def test_field_of_records_is_the_text(tmp_path, name, block, end, monkeypatch):
     monkeypatch.setattr("arbcli.data.conversion.BLOCK_BYTES", block)
-    lines = [json.dumps({"text": text, "id": 1}) for text in ("naïve", "two\nlines", "", "é")]
+    texts = "naïve", "two\nlines", None, "", "é"
+    lines = [json.dumps({"text": text, "id": 1}) for text in texts]
     data = ("\n".join(lines) + end).encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     expected = "naïve\ntwo\nlines\n\né\n".encode()
     assert read(tmp_path / name, "text") == expected
-    with pytest.raises(ArbError, match=r"line 1 of .* it has no `body`"):
+    with pytest.raises(ArbError, match=r"line 1 of .* it has no `body`") as caught:
         read(tmp_path / name, "body")
+    assert caught.value.hint.startswith("its fields are `text`, `id`: ")
     with pytest.raises(ArbError, match="it is neither a text nor"):
         read(tmp_path / name, "id")
 

@@ -161,7 +161,7 @@ def test_llama_cpp_predicts_the_same(saved, tmp_path, kind, options, bound):
 
 @pytest.mark.parametrize(("name", "options", "hint"), [
     ("tiny", {}, "--no-sub-norms"),
-    ("arb-tiny", "graph", "--to safetensors"),
+    ("arb-tiny", "graph", "--to hf` or `--to safetensors"),
     ("tiny", {"streams": 2, "sub_norms": False}, "--to safetensors"),
 ])  # fmt: skip
 def test_model_that_gguf_cannot_hold_is_refused(saved, tmp_path, small_graph, name, options, hint):
@@ -188,7 +188,7 @@ def test_attention_that_no_architecture_has_is_refused_by_name(name, saved, tmp_
     fields = {f"attention.{field}": value for field, value in UNSAID[name].items()}
     with pytest.raises(ArbError, match=f"GGUF has no architecture with {name}") as caught:
         write_gguf(saved, tmp_path / "model.gguf", fields=fields)
-    assert "--to safetensors" in caught.value.hint
+    assert caught.value.hint == "use `--to hf` or `--to safetensors`"
 
 
 def test_ends_of_texts_are_those_that_generation_has(tmp_path):

@@ -53,6 +53,9 @@ def test_files_with_bytes_of_0_are_named(tmp_path):
     assert "data3.txt`, which may be binary" in one
     (one,) = warnings(tmp_path, data1=bytes(1) + PROSE, val=PROSE)
     assert "data1.txt` and 1 more, which may be binary" in one
+    (tmp_path / "both.txt").write_bytes((bytes(1) + PROSE[:99]) * 200)
+    (one,) = text_warnings(open_texts([str(tmp_path / "both.txt")], None, **WHERE))
+    assert "both.txt`, which may be binary" in one
 
 
 def test_held_out_text_of_another_kind_is_reported(tmp_path):

@@ -102,8 +102,9 @@ def test_loops_in_c_are_verified_with_torch_where_there_are_any():
 
 
 def test_unknown_kernel_is_refused(device):
-    with pytest.raises(ArbError, match="no kernel is named `pack`"):
-        kernel_jobs(["pack"], T6, device, ["torch"])
+    with pytest.raises(ArbError, match="no kernel is named `pack_trit`") as caught:
+        kernel_jobs(["pack_trit"], T6, device, ["torch"])
+    assert caught.value.hint.startswith("`pack_trits` or ")
 
 
 SLOW = {

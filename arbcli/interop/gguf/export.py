@@ -197,7 +197,8 @@ def check_model(model: LanguageModel) -> None:
     if shape is None:
         raise ArbError(
             "GGUF has no architecture with more than dense blocks of attention",
-            hint="use `--to safetensors`, or train one of tiny, small, base and 1b",
+            hint="use `--to hf` or `--to safetensors`; or train one of tiny, small, base and 1b,"
+            " with `--no-sub-norms`",
         )
     if shape.bitnet:
         raise ArbError(

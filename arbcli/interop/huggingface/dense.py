@@ -190,7 +190,7 @@ def check_attention(config: ModelConfig) -> None:
         if isinstance(part, AttentionConfig) and (unsaid := _unsaid(part)):
             raise ArbError(
                 f"GGUF has no architecture with {unsaid}",
-                hint="use `--to safetensors`, which arb reads",
+                hint="use `--to hf` or `--to safetensors`",
             )
 
 
