@@ -500,6 +500,7 @@ def _read_checkpoint(file: BufferedReader, accept: Accept) -> Checkpoint:
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(8)
     length = int.from_bytes(prefix, "little")
+    _require(not prefix.startswith(b"GGUF"), "it is a GGUF file, which arb only writes")
     _require(length <= LARGEST_HEADER, f"its header cannot have {length} bytes")
     _require(8 + length <= size, f"it is truncated: it has {size} bytes, too few for its header")
     text = file.read(length)

@@ -307,6 +307,8 @@ def test_load_refuses_a_huge_header_unread(tmp_path, length):
         file.truncate(200_000_000)  # sparse
     tracemalloc.start()
     assert "header cannot have" in refusal(path)
+    path.write_bytes(b"GGUF" + bytes(60))
+    assert "GGUF file, which arb only writes" in refusal(path)
     assert tracemalloc.get_traced_memory()[1] < 1_000_000
     tracemalloc.stop()
 
