@@ -424,5 +424,5 @@ def clock(seconds: float) -> str:
 
 
 def bytes_text(count: int) -> str:
-    """Format a number of bytes in MiB."""
-    return f"{count / 2**20:,.1f} MiB"
+    """Format a number of bytes in MiB, or in KiB if it is smaller than one."""
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"

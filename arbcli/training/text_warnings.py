@@ -28,8 +28,8 @@ def text_warnings(texts: Texts) -> list[str]:
     if binaries:
         more = f" and {len(binaries) - 1} more" if len(binaries) > 1 else ""
         warnings.append(
-            f"warning: NUL bytes in `{binaries[0]}`{more}, which may be binary: leave binary files"
-            " out"
+            f"warning: NUL bytes in `{binaries[0]}`{more}, which may be binary or UTF-16: leave"
+            " binary files out, and convert others to UTF-8"
         )
     if shared := {*texts.train.pieces} & {*texts.val.pieces}:
         path = min(path for path, _, _ in shared)

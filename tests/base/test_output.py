@@ -171,3 +171,7 @@ def test_line_that_moves_is_made_for_the_width_and_left_as_it_is_last(terminal):
     told = terminal.getvalue()
     assert told.index("0 of 80") < told.index("an evaluation") < told.index("2 of 80")
     assert re.search(r"[0-9]+ of 80\n$", told)
+
+
+def test_sizes_below_a_mebibyte_are_kibibytes():
+    assert [*map(output.bytes_text, (1536, 2**20, 2**31))] == ["1.5 KiB", "1.0 MiB", "2,048.0 MiB"]
