@@ -274,6 +274,11 @@ def test_chat_continues_the_template_and_ends_at_its_end(client, engine):
     assert client.error(body, "/v1/chat/completions")[0] == 400
 
 
+def test_unpaired_surrogates_are_replaced(engine):
+    written, replaced = map(engine.conversation.tokens_of, ([("\ud800", "\udfff")], [("?", "?")]))
+    assert written == replaced
+
+
 def test_length_of_a_chat_is_what_is_left(client, engine, monkeypatch):
     monkeypatch.setattr(engine, "positions", 40)
     answer = client.chat("hello", temperature=0)
@@ -337,6 +342,7 @@ def test_malformed_requests_are_refused(client, engine):
         ({"prompt": "a", "max_tokens": 9999}, 400, "prompt", "context_length_exceeded"),
         ({"prompt": [1, 300]}, 400, "prompt", None),
         ({"prompt": ["a"] * 65, "n": 2}, 400, "n", None),
+        ({"prompt": ["a"] * 128, "max_tokens": 600, "logprobs": 15}, 400, "logprobs", None),
         ({"prompt": "a", "suffixes": 2}, 400, "suffixes", None),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options", None),
         (b" " * (2**22 + 1), 413, None, None),
