@@ -214,7 +214,7 @@ class _Pieces:
         self._queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
 
         def put(index: int, piece: Piece) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
 
         for index, text in enumerate(texts):
