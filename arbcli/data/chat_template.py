@@ -1,13 +1,13 @@
 """Chat templates, which format messages as the text that a model was trained on.
 
 A template is untrusted code. It runs in Jinja's sandbox, which only exposes the messages and no
-Python objects, with bounded loops and output.
+Python objects, with bounded loops, calls, output and values of variables.
 """
 
 import json
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -33,10 +33,14 @@ LARGEST = 2**20
 """Maximum size of a template in bytes."""
 MOST_CHARACTERS = 2**24
 """Maximum length of a template's output."""
-MOST_ROUNDS = 100_000
-"""Maximum number of iterations over `range` in one rendering."""
+MOST_ROUNDS = 2**20
+"""Maximum number of iterations of loops, calls and numbers of `range` in one rendering."""
 UNBOUNDED = ("center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill")
 """Methods of strings that can return very long ones, which are forbidden: see `_bounded_format`."""
+UNBOUNDED_FILTERS = (
+    "batch", "center", "filesizeformat", "format", "indent", "random", "round", "slice", "wordwrap",
+)  # fmt: skip
+"""Filters of Jinja that can take long, or are not a function of their value."""
 WIDEST_FIELD = 64
 """Maximum width and precision of a field of `str.format`."""
 WIDEST_INDENT = 8
@@ -70,9 +74,10 @@ class ChatTemplate:
         environment = _environment(jinja, sandbox, self._output)
         meta = optional_module("jinja2.meta", name, "jinja2", "'arb[chat]'")
         try:
-            self._template = environment.from_string(source)
-            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            parsed = environment.parse(source)
+            self.variables = frozenset(meta.find_undeclared_variables(parsed))
             """Names of the variables that the template reads."""
+            self._template = environment.from_string(_bound(parsed, jinja.nodes))
         except Exception as error:  # the compiler of Python can raise any exception, too
             raise ArbError(
                 f"`{name}` is not a chat template: {_reason(error)}", hint=HINT
@@ -106,14 +111,13 @@ class ChatTemplate:
             last, in order.
         """
         parts, output = [], self._output
-        output.length, output.marks = 0, []
+        output.length, output.marks, output.rounds = 0, [], 0
         try:
             for part in self._template.generate(
                 messages=[dict(message) for message in messages],
                 tools=tools,
                 documents=documents,
                 add_generation_prompt=asks,
-                range=_bounded_range(),
                 **self.tokens,
             ):
                 parts.append(part)
@@ -128,12 +132,47 @@ class ChatTemplate:
 
 
 class _Output:
-    """Length of the text rendered so far, and its marked ranges."""
+    """Length of the text rendered so far, its marked ranges, and the work that it took."""
 
     length = 0
     """Number of characters."""
     marks: list[tuple[int, int]]
     """Ranges of characters in `{% generation %}` blocks."""
+    rounds = 0
+    """Number that `MOST_ROUNDS` bounds."""
+
+    def count(self, rounds: int) -> None:
+        """Add iterations or calls."""
+        self.rounds += rounds
+        if self.rounds > MOST_ROUNDS:
+            raise OverflowError(f"its loops have more than {MOST_ROUNDS:,} rounds")
+
+
+def _bound(parsed: Any, nodes: Any) -> Any:
+    """Count the rounds of a template's loops, and bound the values of its variables."""
+
+    def filtered(value: Any, name: str) -> Any:
+        return nodes.Filter(value, name, [], [], None, None)
+
+    for node in parsed.find_all((nodes.For, nodes.Assign, nodes.AssignBlock, nodes.With)):
+        if isinstance(node, nodes.For):
+            node.iter = filtered(node.iter, "counted")
+        elif isinstance(node, nodes.Assign):
+            node.node = filtered(node.node, "bounded")
+        elif isinstance(node, nodes.AssignBlock):
+            node.filter = filtered(node.filter, "bounded")
+        else:
+            node.values = [filtered(value, "bounded") for value in node.values]
+    return parsed.set_environment(parsed.environment)
+
+
+def _bounded(value: Any) -> Any:
+    """Return a value, unless it is a text or list of too many characters or elements."""
+    if isinstance(value, str | list | tuple) and len(value) > MOST_CHARACTERS:
+        raise OverflowError(f"a value is longer than {MOST_CHARACTERS:,}")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise OverflowError("a number is too large")
+    return value
 
 
 def _environment(jinja: Any, sandbox: Any, output: _Output) -> Any:
@@ -143,6 +182,10 @@ def _environment(jinja: Any, sandbox: Any, output: _Output) -> Any:
         """Sandbox without mutation, Python's attributes, or operations that grow strings."""
 
         intercepted_binops = frozenset(("*", "**", "%"))
+
+        def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+            output.count(1)
+            return _bounded(super().call(__context, __obj, *args, **kwargs))
 
         def getattr(self, obj: Any, attribute: str) -> Any:
             if isinstance(obj, str) and attribute == "format":
@@ -191,13 +234,25 @@ def _environment(jinja: Any, sandbox: Any, output: _Output) -> Any:
     def refuse(message: object) -> None:
         raise jinja.TemplateError(str(message))
 
+    @jinja.pass_context  # so that it is not evaluated when the template is compiled
+    def counted(_: Any, values: Iterable[Any]) -> Any:
+        values = _bounded(values) if isinstance(values, Sized) else [*values]
+        output.count(len(values))
+        return values
+
+    def bounded_range(*bounds: int) -> range:
+        rounds = range(*bounds)
+        output.count(len(rounds))
+        return rounds
+
     environment.globals.clear()
+    environment.globals["range"] = bounded_range
     environment.globals["namespace"] = jinja.utils.Namespace
     environment.globals["dict"] = Dict()
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters["tojson"] = _to_json
-    for name in ("center", "format", "indent", "filesizeformat", "random", "wordwrap"):
+    environment.filters |= {"tojson": _to_json, "counted": counted, "bounded": _bounded}
+    for name in UNBOUNDED_FILTERS:
         environment.filters.pop(name)
     return environment
 
@@ -230,21 +285,6 @@ def _bounded_format(text: str) -> Callable[..., str]:
         return text.format(*values, **named)
 
     return write
-
-
-def _bounded_range() -> Any:
-    """Return a `range` function whose total number of iterations is bounded."""
-    left = MOST_ROUNDS
-
-    def bounded(*bounds: int) -> range:
-        nonlocal left
-        rounds = range(*bounds)
-        left -= len(rounds)
-        if left < 0:
-            raise OverflowError(f"its loops have more than {MOST_ROUNDS:,} rounds")
-        return rounds
-
-    return bounded
 
 
 def _reason(error: BaseException) -> str:

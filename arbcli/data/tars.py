@@ -61,6 +61,8 @@ def _places(archive: Any, path: Path, suffix: str) -> Iterator[tuple[str, str, i
             continue
         if not member.isreg() or member.issparse():
             raise ArbError(f"`{member.name}` in `{path}` is not a regular file", hint=OTHER_MEMBERS)
+        if member.size < 0:
+            raise tarfile.ReadError("a member has a negative size")
         if member.size > MEMBER_BYTES:
             raise ArbError(
                 f"`{member.name}` in `{path}` has more than {MEMBER_BYTES:,} bytes",

@@ -50,9 +50,10 @@ class Conversation:
         """Return the tokens of another chat up to the next answer: see `ask`.
 
         Args:
-            messages: role and content of each message.
+            messages: role and content of each message; unpaired surrogates are replaced.
         """
-        return self._tokens([self._message(role, text.encode()) for role, text in messages])
+        parts = [[part.encode(errors="replace") for part in message] for message in messages]
+        return self._tokens([self._message(role.decode(), text) for role, text in parts])
 
     def answered(self, output: bytes) -> None:
         """Append the model's answer."""

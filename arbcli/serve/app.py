@@ -174,7 +174,8 @@ class _Service:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if not collecting.done():
                     raise ClientDisconnect
-                return JSONResponse(answer.whole(collecting.result()))
+                # in a thread, as log probabilities of many symbols take seconds to format
+                return await asyncio.to_thread(_whole, answer, collecting.result())
             finally:
                 for task in tasks:
                     task.cancel()
@@ -213,7 +214,7 @@ class _Pieces:
         self._queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
 
         def put(index: int, piece: Piece) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
 
         for index, text in enumerate(texts):
@@ -284,6 +285,10 @@ async def _collected(pieces: _Pieces, count: int) -> list[list[Piece]]:
     async for index, new in pieces:
         collected[index] += new
     return collected
+
+
+def _whole(answer: Answer, pieces: list[list[Piece]]) -> Response:
+    return JSONResponse(answer.whole(pieces))
 
 
 async def _left(request: Request) -> None:

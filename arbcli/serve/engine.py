@@ -198,15 +198,15 @@ class Engine:
     def _decode(self) -> None:
         launched: deque[Callable[[], None]] = deque()
         while (joining := self._joining(idle=not launched)) is not None:
-            for slot, text in joining:
-                self._begin(slot, text)
+            for slot in joining:
+                self._begin(slot)
             if self._running:
                 launched.append(self._launch())
             while len(launched) > (self._ahead if self._running else 0):
                 launched.popleft()()
 
-    def _joining(self, *, idle: bool) -> list[tuple[int, Text]] | None:
-        """Remove cancelled texts, and return the next ones with their slots; None at the end.
+    def _joining(self, *, idle: bool) -> list[int] | None:
+        """Remove cancelled texts, and return the slots of the next ones; None at the end.
 
         Args:
             idle: whether to wait for a text if there is none.
@@ -220,10 +220,14 @@ class Engine:
                 if output.text.cancelled:
                     self._leave(slot)
             free = [slot for slot in range(self.texts) if slot not in self._running]
-            return [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
+            joining = free[: len(self._waiting)]
+            for slot in joining:
+                self._running[slot] = Output(self._waiting.popleft(), self.model.tokenizer)
+            return joining
 
-    def _begin(self, slot: int, text: Text) -> None:
-        scored: list[Symbol] = []
+    def _begin(self, slot: int) -> None:
+        output, scored = self._running[slot], list[Symbol]()
+        text = output.text
 
         def score(logits: Tensor) -> None:
             for rows in logits.split(SCORED_ROWS):
@@ -237,7 +241,6 @@ class Engine:
             text.prompt, text.sampling, slot=slot, stream=text.stream, on_logits=on_logits
         )
         self.num_read += len(text.prompt)
-        output = self._running[slot] = Output(text, self.model.tokenizer)
         if text.echo:
             symbols = echoed(text, self.model.tokenizer, scored)
             text.on_piece(Piece(symbols, echoed=True))

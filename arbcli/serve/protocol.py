@@ -22,6 +22,8 @@ MOST_STOPS, LONGEST_STOP = 16, 256
 """Maximum number of stop strings, and of bytes of each."""
 MOST_TEXTS = 128
 """Maximum number of texts of a request."""
+MOST_SCORES = 2**20
+"""Maximum number of log probabilities of an answer, whose JSON has about 25 bytes for each."""
 
 
 class RequestError(Exception):
@@ -158,6 +160,13 @@ def parse_request(body: bytes, engine: Engine, *, chat: bool) -> Asked:
         for prompt in prompts
         for stream in range(copies)
     ]
+    scores = sum(map(_count_scores, texts))
+    if scores > MOST_SCORES:
+        raise RequestError(
+            f"the answer may have {scores:,} log probabilities, and at most {MOST_SCORES:,} are"
+            " returned: ask for fewer texts, or for shorter ones",
+            param="logprobs",
+        )
     return Asked(
         chat=chat,
         texts=texts,
@@ -273,6 +282,13 @@ def _text(
         echo=fields.get("echo", False),
         beginning=beginning,
     )
+
+
+def _count_scores(text: Text) -> int:
+    """Return the maximum number of log probabilities of a text."""
+    if text.logprobs is None:
+        return 0
+    return (text.length + text.echo * len(text.prompt)) * (1 + text.logprobs)
 
 
 class Choice:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from arbcli.base.errors import ArbError
+from arbcli.data import chat_template
 from arbcli.data.chat_template import ChatTemplate, find_template
 from arbcli.data.special_tokens import special_tokens
 
@@ -27,6 +28,20 @@ HOSTILE = {
     "centred": "{{ 'a' | center(9999999999) }}",
     "loop": "{% for i in range(10000000) %}{% endfor %}",
     "loops": "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+    "lists": "{% set l = 'abcdefghij' | list %}" + "{% for i in l %}" * 9 + "{% endfor %}" * 9,
+    "macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    **{
+        value: "{% set n = namespace(x='a', y=[1], z=9) %}{% for i in range(99) %}{% set n."
+        + f"{value} %}}{{% endfor %}}"
+        for value in (
+            "x = n.x ~ n.x", "x = n.x.replace('a', 'aa')", "y = n.y + n.y", "z = n.z * n.z",
+        )
+    },
+    "block": "{% set x %}a{% endset %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 99,
+    "with": "{% set x = 'a' %}" + "{% with x = x + x %}" * 99 + "{% endwith %}" * 99,
+    "slices": "{{ [1] | slice(10000000000) | list }}",
+    "digits": "{{ 1 | round(10000000000, 'ceil') }}",
     "width": "{{ '{:1000000}'.format(1) }}", "attribute": "{{ '{0.__class__}'.format(1) }}",
     "width of an argument": "{{ '{:{}}'.format(1, 1000000) }}",
     "refusal": "{{ raise_exception('no system message') }}", "syntax": "{% if %}",
@@ -45,6 +60,7 @@ def test_template_writes_messages_as_transformers_does():
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_template_is_refused_in_one_line(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(chat_template, "MOST_ROUNDS", 10_000)
     with pytest.raises(ArbError) as caught:
         ChatTemplate(source, "it", {}).render([{"role": "user", "content": "hi"}])
     assert str(caught.value).startswith("`it` ")

@@ -313,10 +313,10 @@ def _entry(size: int, name: str = "a.txt", content: bytes = b"text") -> bytes:
     return entry.tobuf() + content.ljust(512, b"\0") + bytes(1024)
 
 
-def _backwards() -> bytes:
+def _backwards(name: str, size: int) -> bytes:
     """Return an archive with a member of negative size."""
-    entry = bytearray(_entry(4, "b.dat"))
-    entry[124:136] = b"\xff" * 10 + b"\xfc\x00"
+    entry = bytearray(_entry(4, name))
+    entry[124:136] = size.to_bytes(12, "big", signed=True)
     entry[148:156] = b" " * 8
     entry[148:156] = f"{sum(entry[:512]):06o}\0 ".encode()
     return bytes(entry)
@@ -330,7 +330,8 @@ REFUSED: dict[str, tuple[str, bytes, Conversion, str]] = {
     "large member": ("a.tar", _entry(2**24 + 1), Conversion(), "more than 16,777,216 bytes"),
     "endless member": ("a.tar", _entry(8**11 - 1), Conversion(), "more than 16,777,216 bytes"),
     "cut member": ("a.tar", _entry(9999), Conversion(), "cannot be read"),
-    "negative size": ("a.tar", _backwards(), Conversion(), "cannot be read"),
+    "negative size": ("a.tar", _backwards("b.dat", -1024), Conversion(), "cannot be read"),
+    "rest of the file": ("a.tar", _backwards("a.txt", -1), Conversion(), "cannot be read"),
     "no archive": ("a.tar", b"no archive" * 99, Conversion(), "cannot be read"),
     "no packed archive": ("a.tar.gz", b"no archive" * 99, Conversion(), "cannot be unpacked"),
     "packed text": ("a.tar.gz", gzip.compress(b"a" * 999), Conversion(), "gz` cannot be read"),

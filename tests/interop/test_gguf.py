@@ -1,6 +1,7 @@
 """A file for llama.cpp holds the same weights, and llama.cpp computes the same with it."""
 
 import re
+import struct
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ from arbcli.config.presets import preset
 from arbcli.data.special_tokens import GENERATION, stop_tokens
 from arbcli.data.tokens import Tokenizer
 from arbcli.generation.load import load_model, load_weights
+from arbcli.interop.gguf import container
 from arbcli.interop.gguf import export as gguf
-from arbcli.interop.gguf.container import GGUFFile
+from arbcli.interop.gguf.block_types import F32
+from arbcli.interop.gguf.container import Entry, GGUFFile
 from arbcli.interop.gguf.export import byte_symbols
 from arbcli.interop.gguf.tokens import PATTERNS, _ends, token_keys
 from arbcli.interop.huggingface.dense import known_shape, read, sources
@@ -50,6 +53,20 @@ def test_all_digits_are_off_by_the_rounding_alone(saved, tmp_path, rule):
             assert ((tensor - weight).abs() <= 2**-8 * weight.abs()).all()
     write_gguf(saved, path, "bf16", rule=rule, digits="all")
     assert count_differences(path, weights.model) == 0
+
+
+def test_overlapping_tensors_are_refused(tmp_path):
+    """A small file could have any number of weights to decode."""
+    path, part = tmp_path / "model.gguf", torch.zeros(512, dtype=torch.uint8)
+    entries = [Entry(name, (4, 32), F32) for name in ("a", "b")]
+    with path.open("wb") as file:
+        container.write_gguf(file, {}, entries, [part, part])
+    assert [*GGUFFile(path).entries] == ["a", "b"]
+    content, of_second = path.read_bytes(), struct.pack("<IQ", F32.number, 512)
+    assert content.count(of_second) == 1
+    path.write_bytes(content.replace(of_second, bytes(12))[:-512])
+    with pytest.raises(ArbError, match="overlap"):
+        GGUFFile(path)
 
 
 def test_bytes_are_written_as_byte_level_tokenizers_write_them():

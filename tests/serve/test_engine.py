@@ -171,11 +171,12 @@ def test_queue_is_bounded_and_places_are_freed(device):
         engine.submit([texts[0].text])
 
 
-def test_failure_ends_all_texts(device, monkeypatch):
+@pytest.mark.parametrize("function", ["begin", "step"])
+def test_failure_ends_all_texts(function, device, monkeypatch):
     engine, told = Engine(model_of(DENSE, device), Path("run/step"), texts=2, positions=32), []
     engine.on_failure = lambda: told.append(engine.failure)
     engine.start()
-    monkeypatch.setattr(engine._decoder, "step", lambda: 1 / 0)
+    monkeypatch.setattr(engine._decoder, function, lambda *_, **__: 1 / 0)
     texts = [Heard(b"a", 20, seed) for seed in range(3)]
     engine.submit([heard.text for heard in texts])
     assert all(heard.ended.wait(WAIT) for heard in texts)

@@ -1,5 +1,6 @@
 """The server answers as the OpenAI protocol says, whatever clients send or leave unsaid."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +29,7 @@ from arbcli.data.tokens import Tokenizer
 from arbcli.model.language_model import LanguageModel
 from arbcli.serve import protocol
 from arbcli.serve.engine import Engine
+from arbcli.serve.texts import Piece
 from tests.serve.test_engine import KINDS, model_of
 
 apps = pytest.importorskip("arbcli.serve.app", reason="needs the package starlette")
@@ -274,6 +277,11 @@ def test_chat_continues_the_template_and_ends_at_its_end(client, engine):
     assert client.error(body, "/v1/chat/completions")[0] == 400
 
 
+def test_unpaired_surrogates_are_replaced(engine):
+    written, replaced = map(engine.conversation.tokens_of, ([("\ud800", "\udfff")], [("?", "?")]))
+    assert written == replaced
+
+
 def test_length_of_a_chat_is_what_is_left(client, engine, monkeypatch):
     monkeypatch.setattr(engine, "positions", 40)
     answer = client.chat("hello", temperature=0)
@@ -337,6 +345,7 @@ def test_malformed_requests_are_refused(client, engine):
         ({"prompt": "a", "max_tokens": 9999}, 400, "prompt", "context_length_exceeded"),
         ({"prompt": [1, 300]}, 400, "prompt", None),
         ({"prompt": ["a"] * 65, "n": 2}, 400, "n", None),
+        ({"prompt": ["a"] * 128, "max_tokens": 600, "logprobs": 15}, 400, "logprobs", None),
         ({"prompt": "a", "suffixes": 2}, 400, "suffixes", None),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options", None),
         (b" " * (2**22 + 1), 413, None, None),
@@ -395,6 +404,18 @@ def test_full_queue_and_long_texts_are_refused(engine, endless):
                 b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
             )
             assert sock.recv(99).startswith(b"HTTP/1.1 408")
+
+
+def test_text_that_goes_on_after_the_server_is_not_delivered(monkeypatch):
+    """Also if the server ends between a look whether it has and the delivery."""
+    text, engine = SimpleNamespace(), SimpleNamespace(submit=lambda _: None)
+
+    async def submit() -> None:
+        apps._Pieces([text], engine, 1)
+        monkeypatch.setattr(asyncio.get_running_loop(), "is_closed", lambda: False)
+
+    asyncio.run(submit())
+    text.on_piece(Piece([], "stop"))
 
 
 def test_connection_without_a_request_is_closed(engine, monkeypatch):
