@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
+from arbcli.base.lazy import imported
 from arbcli.base.reading import ALTERED, parse_json, read_json
 from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER, checkpoints
 from arbcli.config.layer_spec import SCALE_TYPES, VOCABULARY
@@ -189,6 +191,8 @@ def _check_tokens(path: Path, vocabulary: int) -> None:
             f"`{path}` has tokens up to {last:,}, and the model has rows for {vocabulary:,}",
             hint="remove the token that was added without a row, or resize the embedding",
         )
+    if find_spec("tokenizers"):  # importing needs it for no more than this check
+        imported("arbcli.data.tokens:Tokenizer").read(path)
 
 
 def _are_trits(folder: WeightFolder, model: LanguageModel, group_size: int) -> bool:

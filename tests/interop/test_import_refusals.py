@@ -80,6 +80,14 @@ def test_pickle_is_refused_and_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_tokenizer_that_cannot_be_loaded_is_refused(tmp_path):
+    pytest.importorskip("tokenizers")
+    plain_folder(tmp_path / "model")
+    tokens = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a c"]}}
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(tokens))
+    assert "tokenizer.json" in refused(tmp_path / "model", tmp_path)
+
+
 def test_run_is_not_written_over(tmp_path):
     plain_folder(tmp_path / "model")
     import_folder(tmp_path / "model", tmp_path / "run")
