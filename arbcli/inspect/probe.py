@@ -532,7 +532,7 @@ def _projected(model: LanguageModel) -> Iterator[list[Tensor]]:
 
 
 def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
-    """Return statistics of a model's chunks in (B, T) bytes; None without chunks."""
+    """Return statistics of a model's chunks in (B, T) symbols; None without chunks."""
     if not model.stages:
         return None
     from arbcli.families.hnet.boundaries import chunk_starts
@@ -541,13 +541,13 @@ def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
     places = torch.nonzero(functional.pad(stages[0], (0, 1), value=True).flatten()).flatten()
     lengths = places.diff()  # a window ends with one place more, which is not a byte of it
     ends = torch.tensor([place % (ids.shape[1] + 1) == ids.shape[1] for place in places.tolist()])
-    sample = ids[0, :SAMPLE_BYTES].tolist()
+    sample = ids[0, :SAMPLE_BYTES].tolist() if model.tokenizer is None else []
     return ChunkReport(
         mean_lengths=tuple(ids.numel() / count for count in stages.sum(dim=(1, 2)).tolist()),
         lengths=tuple(lengths[~ends[:-1]].bincount()[1:].tolist()),
         sample=bytes(sample).decode(errors="replace"),
         sample_bytes=tuple(sample),
-        sample_depths=tuple(stages[:, 0, :SAMPLE_BYTES].sum(dim=0).tolist()),
+        sample_depths=tuple(stages[:, 0, : len(sample)].sum(dim=0).tolist()),
     )
 
 

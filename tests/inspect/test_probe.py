@@ -11,6 +11,7 @@ import torch
 from marks import mostly_slow
 from torch.nn import functional
 
+from arbcli.commands.probe_loss import _chunks
 from arbcli.config.training import train_config_from
 from arbcli.data.opening import open_texts
 from arbcli.data.text import entropy, held_out_batch
@@ -150,6 +151,14 @@ def test_probe_shows_the_chunks_of_a_model(text, small_hnet):
     assert len(chunks.sample_bytes) == len(chunks.sample_depths) == 24
     assert chunks.sample_depths[0] == 2
     json.dumps(dataclasses.asdict(report), allow_nan=False)
+
+
+def test_probe_shows_the_mean_length_of_chunks_of_tokens_alone(text, small_hnet, byte_tokenizer):
+    given = small_hnet | {"data": [text], "steps": 1, "device": "cpu"}
+    report = probe(new_config(**given, tokenizer=byte_tokenizer), steps=1)
+    assert (report.chunks.sample_bytes, report.chunks.sample_depths) == ((), ())
+    (line,) = _chunks(report.chunks)
+    assert line.endswith(" tokens on average")
 
 
 @pytest.mark.parametrize("part", mostly_slow(["codebook", "moe_graph"], lambda p: p == "moe_graph"))
