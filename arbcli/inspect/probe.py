@@ -48,6 +48,7 @@ from arbcli.model.parts.base import BlockOutput, Part
 from arbcli.model.rules.base import STEP_OF_RADIX
 from arbcli.training.directory import open_run_texts, read_facts, run_config
 from arbcli.training.record import finite
+from arbcli.training.teacher import read_teacher
 from arbcli.training.trainer import Trainer
 
 BINS = 16
@@ -77,9 +78,9 @@ def probe(
     Raises:
         ArbError: something the user can fix.
     """
-    texts = open_run_texts(config)
+    texts, teacher = open_run_texts(config), read_teacher(config)
     with deterministic(), explained_out_of_memory():
-        trainer = Trainer(config, texts)
+        trainer = Trainer(config, texts, teacher=teacher and teacher.checkpoint)
         if checkpoint is not None:
             trainer.restore(checkpoint)
         return examine(trainer, steps, progress)
@@ -116,6 +117,7 @@ def open_saved(
         settings.setdefault("field", None)
     settings |= {name: tuple(settings[name]) for name in ("data", "val") if name in settings}
     settings |= {"device": str(place), "backend": resolve_backend(backend, place)}
+    settings |= {"weight_average": 0}  # an average has become the weights
     if settings.get("compute") == "fp32":
         settings["pack"] = False  # only gates in bfloat16 are packed
     longest = max(config.steps, checkpoint.step + steps)

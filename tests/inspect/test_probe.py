@@ -384,6 +384,15 @@ class TestSaved:
         losses = [float(plain.train_step()) for _ in range(STEPS)]
         assert [reading.loss for reading in report.readings[1:]] == losses[6:]
 
+    def test_probe_continues_the_average_of_a_run_that_learns_from_a_teacher(
+        self, run, text, tmp_path
+    ):
+        given = SMALL | {"steps": 2, "weight_average": 2, "teacher": run, "data": [text]}
+        start_run(new_config(**given), tmp_path / "run", Observer())
+        config, checkpoint = open_saved(tmp_path / "run", steps=1, note=print)
+        probed = probe(config, steps=1, checkpoint=checkpoint)
+        assert [reading.step for reading in probed.readings] == [2, 3]
+
     def test_options_replace_those_of_the_run(self, run, text):
         config, checkpoint = open_saved(run, steps=5, note=print)
         assert config.steps == checkpoint.step + 5 > STEPS  # it has ended, and is taken to go on
