@@ -174,6 +174,8 @@ class GGUFFile:
             self._offsets[name] = begin + offsets[name]
             if self._offsets[name] + entry.num_bytes > len(self._data):
                 raise self._refused(f"it is truncated: `{name}` ends beyond it")
+        if sum(entry.num_bytes for entry in self.entries.values()) > len(self._data):
+            raise self._refused("its tensors overlap")
 
     def _take(self, layout: str) -> tuple:
         values = struct.unpack_from(layout, self._data, self._at)
