@@ -180,6 +180,9 @@ def _layers_text(moved: tuple[int, ...]) -> str:
 
 def _chunks(chunks: "ChunkReport") -> Iterator[str | Text]:
     lengths = ", then ".join(f"{length:.2f}" for length in chunks.mean_lengths)
+    if not chunks.sample_bytes:
+        yield f"chunks            {lengths} tokens on average"
+        return
     yield f"chunks            {lengths} bytes on average; in the held-out text:"
     yield chunked_text(bytes(chunks.sample_bytes), chunks.sample_depths)
 

@@ -33,7 +33,7 @@ from arbcli.config.settings import (
     Setting,
     check_bounds,
     check_type,
-    plain_type,
+    parted,
     settings_of,
 )
 from arbcli.families import FAMILIES
@@ -319,11 +319,13 @@ def assemble(form: str, values: dict[str, Any]) -> ModelConfig:
         if name not in known:
             raise TypeError(f"a model of the family `{form}` has no `{name}`")
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
-        check_type(name, value, plain_type(known[name].annotation))
+        kind, setting = parted(known[name].annotation)
+        check_type(name, value, kind)
         checked[name] = value
+        least = 1 if setting is None or setting.minimum is None else setting.minimum
         for size in value if isinstance(value, tuple) else (value,):
             if type(size) is int:
-                check_bounds(name, size, 1, largest.get(name, LARGEST))
+                check_bounds(name, size, least, largest.get(name, LARGEST))
     built = {name: value for name, value in checked.items() if name in (*form_arguments, *STORAGE)}
     config = build(**built)
     if checked.keys() - built.keys() - {*PART_RULES}:

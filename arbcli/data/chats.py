@@ -217,7 +217,7 @@ def open_documents(
     if tokenizer is None:
         raise ArbError(
             f"`--field {field}` needs a tokenizer, as it has documents",
-            hint="add `--tokenizer tokenizer.json`",
+            hint="train with `--tokenizer tokenizer.json`, or name a model that was",
         )
     ending = next(iter(stop_tokens(tokenizer, path)), None)
     return Chats(text, field, tokenizer, find_template(path), context, ending)

@@ -252,7 +252,8 @@ def _missing_files(entry: str, *, is_named: bool, media: Collection[str] = froze
         options = {"sound": "`--sound mulaw`", "picture": "`--picture rgb`"}
         return ArbError(
             f"`{entry}` has no texts, only {' and '.join(f'{kind}s' for kind in sorted(media))}",
-            hint=f"add {' or '.join(options[kind] for kind in sorted(media))} to read them",
+            hint=f"train with {' or '.join(options[kind] for kind in sorted(media))}, or name a"
+            " model that was",
         )
     return ArbError(
         f"the folder `{entry}` has no text files" if is_named else f"nothing matches `{entry}`",

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
-from arbcli.data.text import held_out_batch
+from arbcli.data.opening import open_texts
+from arbcli.data.text import Text, held_out_batch
 from arbcli.generation.decoder import Decoder, read_symbols
 from arbcli.generation.load import empty_model
 from arbcli.inspect.audit import Check, Level, check_levels, read_level
@@ -94,7 +95,7 @@ def probe_decoding(
     Raises:
         ArbError: the text is too short, memory is exhausted, or the model is masked.
     """
-    ids = _held_out(config, prefill + 1)
+    ids = _held_out(open_run_texts(config).val, prefill + 1, config.device)
     with explained_out_of_memory(), use_backend("torch"):
         model = _model(config, checkpoint)
         cache = model.new_cache(prefill + 1)
@@ -128,7 +129,9 @@ def audit_decoding(config: TrainConfig, prefill: int) -> DecodingAudit:
     Raises:
         ArbError: the text is too short, memory is exhausted, or the model is masked.
     """
-    prompt = _held_out(config, prefill).tolist()
+    # bytes are symbols of any vocabulary
+    texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
+    prompt = _held_out(texts.val, prefill, config.device).tolist()
     tensors = LiveTensors(torch.device(config.device))
     with explained_out_of_memory(), use_backend(config.backend), tensors:
         model = _model(config, None)
@@ -156,12 +159,11 @@ def audit_decoding(config: TrainConfig, prefill: int) -> DecodingAudit:
     )
 
 
-def _held_out(config: TrainConfig, length: int) -> Tensor:
+def _held_out(text: Text, length: int, device: str) -> Tensor:
     """Return the first symbols of a held-out window, (length,) int64."""
-    text = open_run_texts(config).val
     if text.packs:
         raise ArbError("decoding is measured on plain text", hint="name a text with `--data`")
-    return held_out_batch(text, 0, 1, length, config.device)[0][0]
+    return held_out_batch(text, 0, 1, length, device)[0][0]
 
 
 def _model(config: TrainConfig, checkpoint: Checkpoint | None) -> LanguageModel:

@@ -15,6 +15,7 @@ from arbcli.base.lazy import imported
 from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.base import remove_rules
+from arbcli.config.presets import set_symbol_directions
 from arbcli.config.training import TrainConfig
 from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.model.rules import DIRECTION, RULES
@@ -186,16 +187,16 @@ def _footprint(weights: int, sizes: Counter[str]) -> Footprint:
 
 
 def what_if(config: ModelConfig) -> WhatIfReport:
-    """Predict the state under every rule, with its own direction, and every scale type.
+    """Predict the state under every rule, with its own directions, and every scale type.
 
-    Rules of parts are left out.
+    Rules of parts are left out. All digits take the same memory as the trit.
     """
     config, choices = remove_rules(config), []
+    common: dict[str, Any] = {"digits": "trit", "embedding_direction": None, "head_direction": None}
     for scale_type, name in itertools.product(SCALE_TYPES, RULES):
-        stored = dataclasses.replace(
-            config, rule=name, direction=DIRECTION[name], scale_type=scale_type
-        )
-        report = predict(stored)
+        own: dict[str, Any] = {"rule": name, "direction": DIRECTION[name], "scale_type": scale_type}
+        own["votes_fixes"] = config.votes_fixes if name == "votes" else ()
+        report = predict(set_symbol_directions(dataclasses.replace(config, **common, **own)))
         choices.append(
             Choice(
                 rule=name,

@@ -150,7 +150,8 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
         mean = chunks["mean_lengths"][0]
         axes.axvline(mean, color=ORANGE, linewidth=1.2, label=f"mean {mean:.2f}")
         axes.legend(frameon=False, fontsize=8)
-        _label(axes, "chunks of the held-out text", "bytes of a chunk", "chunks")
+        unit = "bytes" if chunks["sample_bytes"] else "tokens"
+        _label(axes, "chunks of the held-out text", f"{unit} of a chunk", "chunks")
 
     model = report["config"]["model"]
     rules = config_from_dict(model).rule_text

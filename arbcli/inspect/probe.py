@@ -48,6 +48,7 @@ from arbcli.model.parts.base import BlockOutput, Part
 from arbcli.model.rules.base import STEP_OF_RADIX
 from arbcli.training.directory import open_run_texts, read_facts, run_config
 from arbcli.training.record import finite
+from arbcli.training.teacher import read_teacher
 from arbcli.training.trainer import Trainer
 
 BINS = 16
@@ -77,9 +78,9 @@ def probe(
     Raises:
         ArbError: something the user can fix.
     """
-    texts = open_run_texts(config)
+    texts, teacher = open_run_texts(config), read_teacher(config)
     with deterministic(), explained_out_of_memory():
-        trainer = Trainer(config, texts)
+        trainer = Trainer(config, texts, teacher=teacher and teacher.checkpoint)
         if checkpoint is not None:
             trainer.restore(checkpoint)
         return examine(trainer, steps, progress)
@@ -116,6 +117,7 @@ def open_saved(
         settings.setdefault("field", None)
     settings |= {name: tuple(settings[name]) for name in ("data", "val") if name in settings}
     settings |= {"device": str(place), "backend": resolve_backend(backend, place)}
+    settings |= {"weight_average": 0}  # an average has become the weights
     if settings.get("compute") == "fp32":
         settings["pack"] = False  # only gates in bfloat16 are packed
     longest = max(config.steps, checkpoint.step + steps)
@@ -532,7 +534,7 @@ def _projected(model: LanguageModel) -> Iterator[list[Tensor]]:
 
 
 def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
-    """Return statistics of a model's chunks in (B, T) bytes; None without chunks."""
+    """Return statistics of a model's chunks in (B, T) symbols; None without chunks."""
     if not model.stages:
         return None
     from arbcli.families.hnet.boundaries import chunk_starts
@@ -541,13 +543,13 @@ def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
     places = torch.nonzero(functional.pad(stages[0], (0, 1), value=True).flatten()).flatten()
     lengths = places.diff()  # a window ends with one place more, which is not a byte of it
     ends = torch.tensor([place % (ids.shape[1] + 1) == ids.shape[1] for place in places.tolist()])
-    sample = ids[0, :SAMPLE_BYTES].tolist()
+    sample = ids[0, :SAMPLE_BYTES].tolist() if model.tokenizer is None else []
     return ChunkReport(
         mean_lengths=tuple(ids.numel() / count for count in stages.sum(dim=(1, 2)).tolist()),
         lengths=tuple(lengths[~ends[:-1]].bincount()[1:].tolist()),
         sample=bytes(sample).decode(errors="replace"),
         sample_bytes=tuple(sample),
-        sample_depths=tuple(stages[:, 0, :SAMPLE_BYTES].sum(dim=0).tolist()),
+        sample_depths=tuple(stages[:, 0, : len(sample)].sum(dim=0).tolist()),
     )
 
 

@@ -122,11 +122,11 @@ class ChunkReport:
     """The chunks that a model finds in the batch of held-out text, after the last step."""
 
     mean_lengths: tuple[float, ...]
-    """Bytes of a chunk of each stage, the outermost first."""
+    """Bytes, or tokens, of a chunk of each stage, the outermost first."""
     lengths: tuple[int, ...]
-    """How many chunks of the outermost stage have 1, 2 and so on bytes."""
+    """How many chunks of the outermost stage have 1, 2 and so on bytes, or tokens."""
     sample: str
-    """The beginning of the first window; bytes that are not UTF-8 are U+FFFD."""
+    """The beginning of the first window; bytes that are not UTF-8 are U+FFFD. Empty for tokens."""
     sample_bytes: tuple[int, ...]
     """The same."""
     sample_depths: tuple[int, ...]

@@ -620,7 +620,8 @@ class Trainer:
         """Load the state of another run's checkpoint, but start at step 0 with zero counters.
 
         Averages start at the weights if the checkpoint has none, and statistics of the directions
-        start unset if it has those of others.
+        start unset if it has those of others. Quantisation scales of gradients are measured anew,
+        as they depend on `accum`, `reduce_dtype` and the text.
 
         Raises:
             ArbError: the checkpoint belongs to another model.
@@ -631,15 +632,13 @@ class Trainer:
             for tensors in (checkpoint.tensors, self.model.state_dict())
         ]
         started = (AVERAGE,) * bool(starts_averages) + STATISTICS * (names[0] != names[1])
-        self._load(checkpoint, started)
+        self._load(checkpoint, (WIRE, *started))
         if starts_averages:
             self._start_averages()
 
     def _load(self, checkpoint: Checkpoint, started: tuple[str, ...] = ()) -> None:
         """Load the tensors of a checkpoint, except those with a suffix in `started`."""
         check_trainable(checkpoint)
-        if ("wire" in checkpoint.data) != (self.shared is not None):
-            started += (WIRE,)
         state = self.model.state_dict()
         layout = self.shared.layout(self.model) if self.shared else {}
         tensors, expected = (

@@ -225,6 +225,7 @@ ERRORS = {
     "empty prompt": ("generate {run} --prompt=", "the prompt is empty"),
     "nothing kept": ("generate {run} --top-p 0", "`--top-p` is 0.0"),
     "no chunks": ("generate {run} --chunks", "without chunks"),
+    "chunks of tokens": ("generate {tokens} --chunks", "the chunks of this model are of tokens"),
     "damaged prompts": ("generate {run} --prompts {bad}", "line 2 of"),
     "bf16 of fp32": ("evaluate {run} --compute fp32 --kv bf16", "needs activations in bf16"),
     "long stride": ("evaluate {run} --data {run}/config.json --stride 17", "`--stride` is 17"),
@@ -245,7 +246,7 @@ def test_a_mistake_is_explained_in_two_lines(name, request, run, tmp_path, arb_h
     files = {"bad": tmp_path / "bad", "good": tmp_path / "good"}
     files["bad"].write_text('"a"\n{"promt": "b"}\n')
     files["good"].write_text('{"prompt": "a", "length": 3}\n')
-    for kind in ("masked", "fill"):
+    for kind in ("masked", "fill", "tokens"):
         if f"{{{kind}}}" in words:
             files[kind] = request.getfixturevalue(f"{kind}_run")
     done = arb_here(*words.format(run=run, **files).split(), "--device", "cpu")
@@ -256,6 +257,16 @@ def test_a_mistake_is_explained_in_two_lines(name, request, run, tmp_path, arb_h
     assert lines[0].startswith("error: ")
     assert message in lines[0]
     assert lines[1].startswith("hint: ")
+
+
+@pytest.fixture(scope="module")
+def tokens_run(small_hnet, byte_tokenizer, tmp_path_factory) -> str:
+    """Directory of a run with chunks of tokens."""
+    folder = tmp_path_factory.mktemp("tokens")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    given = small_hnet | {"data": [str(folder / "text.txt")], "tokenizer": byte_tokenizer}
+    start_run(new_config(**given, steps=1, device="cpu"), folder / "run", Observer())
+    return str(folder / "run")
 
 
 @pytest.fixture(scope="module")

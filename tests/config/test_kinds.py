@@ -92,6 +92,11 @@ def test_experts_that_cannot_be_are_refused(given, says):
     assert caught.value.hint
 
 
+def test_no_block_needs_to_choose_experts_by_a_hash():
+    gates = {block.channel.gate for _, block in preset("arb-deep-small", hash_layers=0).blocks()}
+    assert gates == {"softplus"}
+
+
 @pytest.mark.parametrize("name", SHORT_FORMS)
 def test_fields_that_were_saved_before_are_read_with_the_same_meaning(name):
     form, values = SHORT_FORMS[name]

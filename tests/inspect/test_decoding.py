@@ -12,6 +12,7 @@ from arbcli.inspect import decoding
 from arbcli.inspect.decoding import audit_decoding, probe_decoding
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.training.configure import new_config
+from arbcli.training.directory import open_run_texts
 
 SMALL = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 32, "batch": 2, "device": "cpu"}
 COMPRESSED = {
@@ -37,7 +38,7 @@ def small_text(tmp_path_factory) -> str:
 def expected_sizes(config) -> tuple[list[float], list[list[float]], list[tuple[float, float]]]:
     """Read stream, branches and attention logits from one forward of the whole window."""
     model = decoding._model(config, None)
-    ids = decoding._held_out(config, PREFILL + 1)
+    ids = decoding._held_out(open_run_texts(config).val, PREFILL + 1, config.device)
     streams, branches, logits = [], [], []
 
     def block(_module, _args, output):
@@ -122,3 +123,8 @@ def test_decoding_returns_to_its_level_of_memory(config, monkeypatch):
 
     monkeypatch.setattr(decoding.Decoder, "step", leaking)
     assert not audit_decoding(config(), PREFILL).passed
+
+
+def test_memory_of_decoding_tokens_is_measured_without_their_tokenizer(config):
+    model = dataclasses.replace(config().model, vocabulary=300)
+    assert audit_decoding(dataclasses.replace(config(), model=model), PREFILL).passed

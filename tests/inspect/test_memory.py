@@ -1,6 +1,7 @@
 """Memory predicted from a configuration equals that of the model's tensors, to the byte."""
 
 import dataclasses
+import itertools
 from collections import deque
 from types import SimpleNamespace
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 from marks import mostly_slow
 
-from arbcli.config.presets import PRESETS, preset
-from arbcli.inspect.memory import KINDS, measure, predict
+from arbcli.config.layer_spec import SCALE_TYPES
+from arbcli.config.presets import PRESETS, preset, set_symbol_directions
+from arbcli.inspect.memory import KINDS, measure, predict, what_if
 from arbcli.model.build import build_model
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.packed import TernaryTensor
@@ -49,6 +51,19 @@ def predicted_bytes(config):
 def test_prediction_equals_the_state_of_every_preset(name, rule, direction):
     config = preset(name, rule=rule, direction=direction)
     assert measure(model_of(config)).bytes_by_area == predicted_bytes(config)
+
+
+@pytest.mark.parametrize("options", [
+    {"digits": "all"}, {"digits": "fade"}, {"rule": "votes", "votes_fixes": ("scales",)},
+    {"mlp_rule": "carry"},
+])  # fmt: skip
+def test_all_rules_are_predicted_for_any_weights(options):
+    config = preset("tiny", **TINY, **options)
+    tokens = set_symbol_directions(dataclasses.replace(config, vocabulary=5000))
+    choices = {(c.rule, c.scale_type): c.state_bytes for c in what_if(tokens).choices}
+    assert choices.keys() == {*itertools.product(RULES, SCALE_TYPES)}
+    if "mlp_rule" not in options:
+        assert choices[tokens.rule, "T32"] == predict(tokens).total.state_bytes
 
 
 @pytest.mark.parametrize("shape", [TINY, RAGGED], ids=["tiny", "ragged"])

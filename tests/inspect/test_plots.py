@@ -189,7 +189,7 @@ def test_missing_matplotlib_is_an_error_with_the_package_to_install(report, monk
 
 
 def test_plot_probe_draws_lengths_of_chunks(report, figures, tmp_path):
-    report["chunks"] = {"lengths": (5, 3, 0, 1), "mean_lengths": (1.7, 2.5)}
+    report["chunks"] = {"lengths": (5, 3, 0, 1), "mean_lengths": (1.7, 2.5), "sample_bytes": (97,)}
     plot_probe(report, tmp_path / "probe.png")
     *_, chunks = figures[0].axes
     columns = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in chunks.patches]

@@ -11,6 +11,7 @@ import torch
 from marks import mostly_slow
 from torch.nn import functional
 
+from arbcli.commands.probe_loss import _chunks
 from arbcli.config.training import train_config_from
 from arbcli.data.opening import open_texts
 from arbcli.data.text import entropy, held_out_batch
@@ -150,6 +151,14 @@ def test_probe_shows_the_chunks_of_a_model(text, small_hnet):
     assert len(chunks.sample_bytes) == len(chunks.sample_depths) == 24
     assert chunks.sample_depths[0] == 2
     json.dumps(dataclasses.asdict(report), allow_nan=False)
+
+
+def test_probe_shows_the_mean_length_of_chunks_of_tokens_alone(text, small_hnet, byte_tokenizer):
+    given = small_hnet | {"data": [text], "steps": 1, "device": "cpu"}
+    report = probe(new_config(**given, tokenizer=byte_tokenizer), steps=1)
+    assert (report.chunks.sample_bytes, report.chunks.sample_depths) == ((), ())
+    (line,) = _chunks(report.chunks)
+    assert line.endswith(" tokens on average")
 
 
 @pytest.mark.parametrize("part", mostly_slow(["codebook", "moe_graph"], lambda p: p == "moe_graph"))
@@ -374,6 +383,15 @@ class TestSaved:
         plain = trainer_of(text)
         losses = [float(plain.train_step()) for _ in range(STEPS)]
         assert [reading.loss for reading in report.readings[1:]] == losses[6:]
+
+    def test_probe_continues_the_average_of_a_run_that_learns_from_a_teacher(
+        self, run, text, tmp_path
+    ):
+        given = SMALL | {"steps": 2, "weight_average": 2, "teacher": run, "data": [text]}
+        start_run(new_config(**given), tmp_path / "run", Observer())
+        config, checkpoint = open_saved(tmp_path / "run", steps=1, note=print)
+        probed = probe(config, steps=1, checkpoint=checkpoint)
+        assert [reading.step for reading in probed.readings] == [2, 3]
 
     def test_options_replace_those_of_the_run(self, run, text):
         config, checkpoint = open_saved(run, steps=5, note=print)

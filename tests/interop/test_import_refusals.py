@@ -38,6 +38,11 @@ def test_field_of_a_config_is_refused_by_its_name(tmp_path, field, value):
     assert field in refused(tmp_path / "model", tmp_path)
 
 
+def test_packed_weights_of_an_export_are_refused_with_where_they_are_from(tmp_path):
+    plain_folder(tmp_path / "model", model_type="arb")
+    assert "packed for Transformers" in refused(tmp_path / "model", tmp_path)
+
+
 def test_tensors_that_are_missing_unknown_or_not_finite_are_refused(tmp_path):
     """Damaged headers are those of `altered.txt`."""
     folder = tmp_path / "model"

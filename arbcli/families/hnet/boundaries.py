@@ -10,15 +10,20 @@ from arbcli.model.language_model import LanguageModel
 
 
 def check_chunks(model: LanguageModel) -> None:
-    """Check that a model has chunks.
+    """Check that a model has chunks of bytes.
 
     Raises:
-        ArbError: it has none.
+        ArbError: it has none, or reads tokens.
     """
     if not model.stages:
         raise ArbError(
             "this model reads bytes one by one, without chunks",
             hint="train a preset with chunks, such as `hnet-tiny`",
+        )
+    if model.tokenizer:
+        raise ArbError(
+            "the chunks of this model are of tokens, and only those of bytes are shown",
+            hint="leave `--chunks` out",
         )
 
 

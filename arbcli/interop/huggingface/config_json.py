@@ -28,6 +28,8 @@ CACHE_PREFIX = "models--"
 BIASES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False),
           "qwen3": (False, False), "bitnet": (False, False)}  # fmt: skip
 """Whether queries, keys and values, and the output, have biases, by `model_type`."""
+PACKED_TYPE = "arb"
+"""A model of any parts, whose packed weights are read by code of ours in Transformers."""
 CUSTOM_CODE_TYPE = "arb_byte_lm"
 """A Qwen 3 with sub-norms, which `arb export --to hf` writes with code of ours."""
 SILENT = {
@@ -145,6 +147,11 @@ def read_config(
     """
     fields = _Fields(values, where)
     model_type = fields.take("model_type", str)
+    if model_type == PACKED_TYPE:
+        raise ArbError(
+            f"{where}: the weights were packed for Transformers, and arb does not read them",
+            hint="name the run that they were exported from, or export it with `--to safetensors`",
+        )
     if model_type not in (*BIASES, CUSTOM_CODE_TYPE):
         raise fields.refused("model_type", model_type)
     is_ours = model_type == CUSTOM_CODE_TYPE

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.base import every_part
 from arbcli.families import BETWEEN_CODE, RESIDUAL_CODE
+from arbcli.interop.huggingface.config_json import PACKED_TYPE
 from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.vector import ReadWeight
 from arbcli.model.packed import StateModule, TernaryTensor
 
-MODEL_TYPE = "arb"
 ENTRY = "modeling_arb"
 """Module that a folder's `config.json` names."""
 MODEL = "arbcli.interop.huggingface.modeling_entry"
@@ -44,7 +44,7 @@ def remote_config(config: ModelConfig) -> dict[str, Any]:
         "dtype": "float32",
         "group_size": config.group_size,
         "model": model,
-        "model_type": MODEL_TYPE,
+        "model_type": PACKED_TYPE,
         "norm_eps": config.norm_eps,
         "norm_gain": config.norm_gain,
         "storage": "trits" if config.digits == "trit" else "digits",
