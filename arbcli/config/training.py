@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.lazy import ExtendedMapping
+from arbcli.config.initial import FOLLOWING
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict, set_symbol_directions
 from arbcli.config.settings import (
@@ -683,8 +684,9 @@ def train_config(
         settings.setdefault("optimizer", "muon")
         del shape["direction"]
     model = assembled(preset, fields=fields, **shape)
-    if isinstance(preset, ModelConfig) and "direction" in shape:
-        model = set_symbol_directions(model)
+    if isinstance(preset, ModelConfig) and model.direction != preset.direction:
+        inherited = [name for name in FOLLOWING if name not in (fields or {})]
+        model = set_symbol_directions(dataclasses.replace(model, **dict.fromkeys(inherited)))
     if ternary and "optimizer" in settings:
         raise ArbError(
             f"`optimizer={settings['optimizer']}` only works with float weights",

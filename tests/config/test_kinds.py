@@ -11,9 +11,7 @@ from arbcli.config.initial import FREE, check_initial, digits_after, is_kept
 from arbcli.config.model_file import model_from_toml, model_lines
 from arbcli.config.presets import PRESETS, SHORT_FORMS, config_from_dict, preset
 from arbcli.config.short_forms import ARGUMENTS
-from arbcli.config.training import (
-    train_config_from,
-)
+from arbcli.config.training import train_config, train_config_from
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.rules import STAGES
 
@@ -47,6 +45,19 @@ def test_embedding_and_head_have_their_directions_and_blocks_the_model_s():
 )
 def test_direction_is_of_the_preset_and_else_of_another_rule(name, given, direction):
     assert preset(name, **given).direction == direction
+
+
+@pytest.mark.parametrize(
+    ("direction", "fields", "symbols"),
+    [("orthogonal", {}, "factored"), ("factored", {}, None), ("sign", {}, None),
+     ("sign", {"head_direction": "factored", "embedding_direction": "factored"}, "factored")],
+)  # fmt: skip
+def test_directions_of_many_symbols_follow_that_of_a_saved_model(direction, fields, symbols):
+    machine = {"device": "cpu", "backend": "torch", "compute": "fp32"}
+    model = dataclasses.replace(PRESETS["tiny"], vocabulary=5000, direction="factored")
+    for name in ("orthogonal", direction):
+        model = train_config(model, **machine, direction=name, fields=fields).model
+    assert (model.embedding_direction, model.head_direction) == (symbols, symbols)
 
 
 def test_fields_of_another_version_are_refused():
