@@ -5,13 +5,12 @@ from typing import Any
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
+from arbcli.config.presets import SYMBOL_DIRECTIONS
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.model.rules import DIGITS, FADED
 
 FREE = ("ctx", "digits", "direction")
 """Settings of a model that may differ from the saved model; `digits` only as in `digits_after`."""
-FOLLOWING = ("embedding_direction", "head_direction")
-"""Settings whose defaults depend on `direction`."""
 
 
 def is_kept(name: str) -> bool:
@@ -32,7 +31,7 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
     Raises:
         ArbError: another setting differs, or `digits` would change the weights' values.
     """
-    free = {name: getattr(saved, name) for name in (*FREE, *FOLLOWING)}
+    free = {name: getattr(saved, name) for name in (*FREE, *SYMBOL_DIRECTIONS)}
     fields, saved_fields = map(dataclasses.asdict, (dataclasses.replace(model, **free), saved))
     if difference := first_difference(fields, saved_fields):
         name, ours, theirs = difference

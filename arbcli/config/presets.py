@@ -1,7 +1,7 @@
 """Presets, and configurations of models from saved dictionaries."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -155,6 +155,16 @@ def change_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
         )
     _set_direction(changes, config.rule, config.direction)
     return set_part_rules(dataclasses.replace(config, **changes), **rules)
+
+
+SYMBOL_DIRECTIONS = ("embedding_direction", "head_direction")
+"""Settings whose defaults depend on `direction`."""
+
+
+def reset_symbol_directions(config: ModelConfig, kept: Collection[str]) -> ModelConfig:
+    """Choose the directions of embedding and head anew, except for the settings in `kept`."""
+    changes: dict[str, Any] = {name: None for name in SYMBOL_DIRECTIONS if name not in kept}
+    return set_symbol_directions(dataclasses.replace(config, **changes))
 
 
 def set_symbol_directions(config: ModelConfig) -> ModelConfig:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.lazy import ExtendedMapping
-from arbcli.config.initial import FOLLOWING
 from arbcli.config.model import ModelConfig
-from arbcli.config.presets import assembled, config_from_dict, set_symbol_directions
+from arbcli.config.presets import assembled, config_from_dict, reset_symbol_directions
 from arbcli.config.settings import (
     OPTIMISATION,
     RUN,
@@ -685,8 +684,7 @@ def train_config(
         del shape["direction"]
     model = assembled(preset, fields=fields, **shape)
     if isinstance(preset, ModelConfig) and model.direction != preset.direction:
-        inherited = [name for name in FOLLOWING if name not in (fields or {})]
-        model = set_symbol_directions(dataclasses.replace(model, **dict.fromkeys(inherited)))
+        model = reset_symbol_directions(model, fields or {})
     if ternary and "optimizer" in settings:
         raise ArbError(
             f"`optimizer={settings['optimizer']}` only works with float weights",
