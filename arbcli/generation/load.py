@@ -13,7 +13,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.lazy import imported
 from arbcli.base.output import printable
 from arbcli.base.reading import check_schema, read_json
-from arbcli.base.run_files import COMPANIONS, CONFIG, checkpoint_path
+from arbcli.base.run_files import COMPANIONS, CONFIG, best_checkpoints, checkpoint_path, step_of
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.config.settings import check_choice
@@ -176,7 +176,8 @@ def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = 
 
     Args:
         path: a checkpoint or a run directory.
-        note: called with a message for each checkpoint that is skipped.
+        note: called with a message for each checkpoint that is skipped, and if an earlier one is
+            the best.
         accept: check of the checkpoint before its tensors are read; None is `check_saved`.
 
     Raises:
@@ -186,6 +187,9 @@ def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = 
     if not path.is_dir():
         return SavedModel(path, load_averages(load_checkpoint(path, accept)))
     checkpoint = latest_checkpoint(path, note, accept)
+    for best in best_checkpoints(path):
+        if step_of(best) < checkpoint.step:
+            note(f"reading step {checkpoint.step:,}; `{best}` had the lowest held-out loss")
     return SavedModel(checkpoint_path(path, checkpoint.step), load_averages(checkpoint))
 
 

@@ -199,6 +199,9 @@ def test_run_stops_when_its_loss_has_not_fallen_and_keeps_the_best(
         assert note.endswith(f"is kept as `{best}`")
         assert load_checkpoint(best).step == 2
         assert report.checkpoint == str(run / "step-000004.safetensors")
+        notes = []
+        assert read_saved(run, notes.append).checkpoint.step == 4
+        assert notes == [f"reading step 4; `{best}` had the lowest held-out loss"]
 
 
 def test_resumed_run_counts_the_evaluations_before(text, tmp_path, monkeypatch):
