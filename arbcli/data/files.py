@@ -38,8 +38,8 @@ OF_RUN = re.compile(
     r"config\.json|metrics\.jsonl|tokenizer\.json|trace-[0-9]+\.json\.gz"
     r"|.*\.(safetensors|aside)|hugging_face|tensorboard"
 )
-"""Names of files and folders that a run writes. They are no texts, so that a run in the folder of
-its texts can be resumed."""
+"""Names of files and folders that a run writes. They are not read as text, so that a run in the
+folder of its texts can be resumed."""
 MOST_WEIGHT = 10**9
 """Largest weight of a text in a mixture."""
 NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -327,8 +327,8 @@ def _files_below(
 
 def _is_run(folder: str) -> bool:
     """Return whether a folder is a run."""
-    has = [os.path.isfile(os.path.join(folder, name)) for name in (RUN[0], *RUN[1])]
-    return has[0] and any(has[1:])
+    has_config = os.path.isfile(os.path.join(folder, RUN[0]))
+    return has_config and any(os.path.isfile(os.path.join(folder, name)) for name in RUN[1])
 
 
 def is_of_run(path: str) -> bool:

@@ -192,11 +192,18 @@ def what_if(config: ModelConfig) -> WhatIfReport:
     Rules of parts are left out. All digits take the same memory as the trit.
     """
     config, choices = remove_rules(config), []
-    common: dict[str, Any] = {"digits": "trit", "embedding_direction": None, "head_direction": None}
     for scale_type, name in itertools.product(SCALE_TYPES, RULES):
-        own: dict[str, Any] = {"rule": name, "direction": DIRECTION[name], "scale_type": scale_type}
-        own["votes_fixes"] = config.votes_fixes if name == "votes" else ()
-        report = predict(set_symbol_directions(dataclasses.replace(config, **common, **own)))
+        stored = dataclasses.replace(
+            config,
+            rule=name,
+            direction=DIRECTION[name],
+            digits="trit",
+            scale_type=scale_type,
+            votes_fixes=config.votes_fixes if name == "votes" else (),
+            embedding_direction=None,
+            head_direction=None,
+        )
+        report = predict(set_symbol_directions(stored))
         choices.append(
             Choice(
                 rule=name,

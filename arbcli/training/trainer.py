@@ -627,12 +627,16 @@ class Trainer:
             ArbError: the checkpoint belongs to another model.
         """
         starts_averages = self.config.weight_average and "average" not in checkpoint.data
-        names = [
+        saved_statistics, statistics = (
             {name for name in tensors if name.endswith(STATISTICS)}
             for tensors in (checkpoint.tensors, self.model.state_dict())
-        ]
-        started = (AVERAGE,) * bool(starts_averages) + STATISTICS * (names[0] != names[1])
-        self._load(checkpoint, (WIRE, *started))
+        )
+        started: tuple[str, ...] = (WIRE,)
+        if starts_averages:
+            started += (AVERAGE,)
+        if saved_statistics != statistics:
+            started += STATISTICS
+        self._load(checkpoint, started)
         if starts_averages:
             self._start_averages()
 

@@ -347,11 +347,11 @@ def test_text_stays_the_same_when_a_run_lies_in_its_folder(entry, run, tmp_path)
     """A run whose own files became text could not be resumed."""
     for name in ("a.txt", "deep/b.json"):
         write(tmp_path / name, b"words " * 50)
-    about = {"val": None, "seed": 0, "context": 8}
-    before = open_texts([f"{tmp_path}{entry}"], **about)
+    settings = {"val": None, "seed": 0, "context": 8}
+    before = open_texts([f"{tmp_path}{entry}"], **settings)
     for name in RUN_FILES:
         write(tmp_path / run / name, b"saved " * 50)
-    after = open_texts([f"{tmp_path}{entry}"], **about)
+    after = open_texts([f"{tmp_path}{entry}"], **settings)
     assert after.train.files == before.train.files
     assert " saved by arb left out" in after.description
     assert "binary" not in after.description
