@@ -73,6 +73,8 @@ FAULTS = [
     kernel("rounding", "ties rounded up", "quantise_rows", rewrite("(a >> 20) & 1", "1")),
     kernel("layout", "planes of e4m3 as wide as those of a full block", "decode_e4m3",
         rewrite("b * 160 + w * d + j", "b * 160 + 32 * d + j")),
+    kernel("missing term", "rounding by the thresholds of the first step", "decode_e4m3",
+        rewrite("a + b + (c << 16)", "a + b")),
     kernel("missing term", "scale of w left out", "fp8_matmul", rewrite("a * (b * c)", "a * b")),
     # products in four bits, emulated
     kernel("saturation", "scales of four-bit numbers beyond the largest of e4m3", "round_nvfp4",

@@ -1,8 +1,9 @@
 """Products with a packed matrix in FP8: both operands rounded to e4m3, accumulated in float32.
 
 Activations and gradients have one scale per row, weights one per matrix; all are powers of two.
-Trits are exact; the fraction of a group's scale is rounded to three bits. cuBLAS multiplies on GPUs
-with FP8 (sm_89 or later); on others the same numbers are multiplied in float32.
+Trits are exact; the fraction of a group's scale is rounded to three bits, and so are int8 weights,
+which are dithered in training: see `decode_e4m3`. cuBLAS multiplies on GPUs with FP8 (sm_89 or
+later); on others the same numbers are multiplied in float32.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_e4m3 import _decode_e4m3_torch, _decode_e4m3_triton
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, FLOAT, Array, Matrix, Number
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, FLOAT, INT32, Array, Matrix, Number
 from arbcli.kernels.runtime.operation import Operation
 
 MULTIPLE = 16
@@ -20,16 +21,16 @@ MULTIPLE = 16
 
 def _fp8_matmul_torch(
     q: Tensor, scale: Tensor, packed: Packed, transposed: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, turn: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    return _multiply(q, scale, *_decode_e4m3_torch(packed, transposed), dtype)
+    return _multiply(q, scale, *_decode_e4m3_torch(packed, transposed, turn), dtype)
 
 
 def _fp8_matmul_triton(
     q: Tensor, scale: Tensor, packed: Packed, transposed: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, turn: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    return _multiply(q, scale, *_decode_e4m3_triton(packed, transposed), dtype)
+    return _multiply(q, scale, *_decode_e4m3_triton(packed, transposed, turn), dtype)
 
 
 def _multiply(
@@ -47,6 +48,7 @@ fp8_matmul = Operation(
     {
         "q": Array("M, N if transposed else K", (E4M3,)), "scale": Array("M, 1", FLOAT),
         "packed": Matrix(), "transposed": Number(), "dtype": Number(),
+        "turn": Array("", INT32, optional=True),
     },
     where=(f"N % {MULTIPLE} == 0 and K % {MULTIPLE} == 0", DTYPE_IS_REAL),
 )  # fmt: skip
@@ -60,6 +62,7 @@ Args:
     packed: w, N rows by K weights, both multiples of `MULTIPLE`.
     transposed: whether to compute q @ w, for a gradient.
     dtype: dtype of the result, bfloat16 or float32.
+    turn: see `decode_e4m3`.
 
 Returns:
     (M, N) in `dtype`; (M, K) if `transposed`. A row whose scale is NaN gives NaN.
