@@ -45,19 +45,23 @@ def start_averages(model: PackedModel) -> None:
 
 
 def move_averages(
-    tensors: list[TernaryTensor], key_of: Callable[[TernaryTensor], Tensor], rate: Tensor
+    tensors: list[TernaryTensor],
+    key_of: Callable[[TernaryTensor], Tensor],
+    turn: Tensor,
+    rate: Tensor,
 ) -> list[Callable[[], None]]:
     """Return functions that move averages towards the weights, each by launching a kernel.
 
     Args:
         tensors: tensors with averages.
-        key_of: returns a key of random bits, an int32 scalar tensor.
+        key_of: returns a key of random bits, an int32 scalar tensor; the same in all steps.
+        turn: int32 scalar tensor, the offset of thresholds of rounding.
         rate: int32 scalar tensor: see `arbcli.model.step_parameters.average_rates`.
     """
     return [
         partial(
-            average_weights, tensor.trits, tensor.remainder, tensor.average, key_of(tensor), rate,
-            tensor.rule.radix, average_shift(tensor.rule), tensor.rule.share_a_byte,
+            average_weights, tensor.trits, tensor.remainder, tensor.average, key_of(tensor), turn,
+            rate, tensor.rule.radix, average_shift(tensor.rule), tensor.rule.share_a_byte,
         )
         for tensor in tensors
     ]  # fmt: skip

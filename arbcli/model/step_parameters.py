@@ -87,7 +87,7 @@ class StepLayout:
     | `weight_decay`, `micro_weight_decay` | int32 | paces | `StepSizes` |
     | `largest_boost` | int32 | | largest factor of gradients in moments, see `BOOST_UNIT` |
     | `step` | int32 | | number of the step |
-    | `average_rate` | int32 | | see `average_rates` |
+    | `average_rate`, `average_turn` | int32 | | see `average_rates` and `average_weights` |
     | `turn`, `micro_turn` | int32 | | offsets of a step, and of a micro-batch |
     | `keys` | int32 | matrices, NUM_STREAMS | keys of random bits |
 
@@ -107,7 +107,8 @@ class StepLayout:
             **dict.fromkeys(("limit", "micro_limit", "row_limit"), (narrow, (paces,))),
             **dict.fromkeys(("weight_decay", "micro_weight_decay"), (narrow, (paces,))),
             **dict.fromkeys(("weight", "largest_boost"), (narrow, (1,))),
-            **dict.fromkeys(("step", "turn", "micro_turn", "average_rate"), (narrow, (1,))),
+            **dict.fromkeys(("step", "turn", "micro_turn"), (narrow, (1,))),
+            **dict.fromkeys(("average_rate", "average_turn"), (narrow, (1,))),
             "keys": (narrow, (matrices, NUM_STREAMS)),
         }
         self._places: dict[str, slice] = {}
@@ -152,6 +153,11 @@ def step_limits(step_sizes: np.ndarray) -> np.ndarray:
     return np.minimum(np.rint(STEP_CLIP * step_sizes * UNIT), 2**30)
 
 
+def sampling_interval(horizon: int) -> int:
+    """Return the number of steps from one sample of averages of weights to the next."""
+    return max(1, horizon // SAMPLES)
+
+
 def average_rates(steps: range, horizon: int) -> np.ndarray:
     """Return the rates of averages of weights after steps, in units of 2**-16: (steps,) int64.
 
@@ -165,7 +171,7 @@ def average_rates(steps: range, horizon: int) -> np.ndarray:
     numbers = np.array(steps, np.int64) + 1
     if not horizon:
         return np.zeros_like(numbers)
-    interval = max(1, horizon // SAMPLES)
+    interval = sampling_interval(horizon)
     rates = np.maximum(UNIT * interval // horizon, UNIT // np.maximum(numbers // interval, 1))
     return np.where((numbers % interval == 0) | (numbers < interval), rates, 0)
 
@@ -224,6 +230,7 @@ def step_values(
         "largest_boost": np.rint(BOOST_UNIT * total / np.sqrt(max(1, np.square(weights).sum()))),
         "step": numbers,
         "average_rate": average_rates(steps, horizon)[:, None, None],
+        "average_turn": (numbers + 1) // sampling_interval(horizon) * GOLDEN_TURN % UNIT,
         "turn": numbers * GOLDEN_TURN % UNIT,
         "micro_turn": updates * GOLDEN_TURN % UNIT,
     }

@@ -263,8 +263,9 @@ class Updater:
         self._squares, self.keys = field["squares"], field["keys"]
         if micro == 0:  # set by the first of all gradients that is not finite
             self._nonfinite = field["nonfinite"][0]
-        self._step, self._turn, self._micro_turn, self._average_rate = (
-            field[name][0] for name in ("step", "turn", "micro_turn", "average_rate")
+        self._step, self._turn, self._micro_turn, self._average_rate, self._average_turn = (
+            field[name][0]
+            for name in ("step", "turn", "micro_turn", "average_rate", "average_turn")
         )
         self._weight, self.turn = field["weight"][0], self._turn
         self._sizes = dict(zip(self._paces, self._layout.sizes(row), strict=True))
@@ -329,12 +330,13 @@ class Updater:
         from arbcli.model.averages import move_averages  # most runs have none
 
         seed = self.seed ^ AVERAGE_SEED
-        keys = stream_keys(seed, self._step, self._num_matrices, 1)[:, 0]
+        keys = stream_keys(seed, torch.zeros_like(self._step), self._num_matrices, 1)[:, 0]
         for merge in (True, False):
             tensors = [tensor for tensor in self.tensors if self._merges(tensor) == merge]
             parts = move_averages(
-                tensors, lambda tensor: keys[self.index_of(tensor)], self._average_rate
-            )
+                tensors, lambda tensor: keys[self.index_of(tensor)], self._average_turn,
+                self._average_rate,
+            )  # fmt: skip
             self._run(parts, merge=merge)
 
     @torch.no_grad()

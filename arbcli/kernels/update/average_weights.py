@@ -1,7 +1,9 @@
 """Average weights over steps: a <- a + SR((z / 2**shift - a) rate / 2**16), z = P T + A, in place.
 
-SR rounds stochastically with 16 random bits, so the expectation is the exact average, which moves
-towards the weights by `rate`. With a shift of 1, a fits in 8 bits for z from -254 to 254.
+SR rounds up above a threshold, 16 random bits of the element plus a turn. The bits stay, and the
+turn advances by the golden ratio from sample to sample: the errors of successive samples cancel,
+and the average has half of the error that new random bits would leave. With a shift of 1, a fits in
+8 bits for z from -254 to 254.
 """
 
 import torch
@@ -19,8 +21,8 @@ BLOCK_N, BLOCK_K = 8, 256
 
 
 def _average_weights_torch(
-    packed: Tensor, remainder: Tensor, average: Tensor, key: Tensor, rate: Tensor, radix: int,
-    shift: int, nibble: bool,
+    packed: Tensor, remainder: Tensor, average: Tensor, key: Tensor, turn: Tensor, rate: Tensor,
+    radix: int, shift: int, nibble: bool,
 ) -> None:  # fmt: skip
     if rate == 0:
         return
@@ -30,13 +32,14 @@ def _average_weights_torch(
         low = remainder[rows] << 4 >> 4 if nibble else remainder[rows]
         z = unpack_trits_torch(packed[rows], in_features, torch.int32).mul_(radix).add_(low)
         step = z.sub_(average[rows], alpha=1 << shift).mul_(rate).bitwise_right_shift_(shift)
-        step.add_(random_halves(key, rows, columns)).bitwise_right_shift_(16)
+        threshold = random_halves(key, rows, columns).add_(turn).bitwise_and_(0xFFFF)
+        step.add_(threshold).bitwise_right_shift_(16)
         average[rows] += step.to(torch.int8)
 
 
 @triton.jit
 def _average_weights_kernel(
-    packed_ptr, remainder_ptr, average_ptr, key_ptr, rate_ptr, N, K,
+    packed_ptr, remainder_ptr, average_ptr, key_ptr, turn_ptr, rate_ptr, N, K,
     stride_pn, stride_pb, stride_rn, stride_rk, stride_an, stride_ak,
     RADIX: tl.constexpr, SHIFT: tl.constexpr, NIBBLE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -66,21 +69,22 @@ def _average_weights_kernel(
     # one word of random bits serves two rows
     words = random_words(tl.load(key_ptr), n // 2, k)
     random = tl.where(n % 2 == 0, words & 0xFFFF, words >> 16).to(tl.int32)
+    threshold = (random + tl.load(turn_ptr)) & 0xFFFF
     average_ptrs = average_ptr + n * stride_an + k * stride_ak
     average = tl.load(average_ptrs, mask=mask, other=0).to(tl.int32)
-    average += (((z - (average << SHIFT)) * rate >> SHIFT) + random) >> 16
+    average += (((z - (average << SHIFT)) * rate >> SHIFT) + threshold) >> 16
     tl.store(average_ptrs, average.to(tl.int8), mask=mask)
 
 
 def _average_weights_triton(
-    packed: Tensor, remainder: Tensor, average: Tensor, key: Tensor, rate: Tensor, radix: int,
-    shift: int, nibble: bool,
+    packed: Tensor, remainder: Tensor, average: Tensor, key: Tensor, turn: Tensor, rate: Tensor,
+    radix: int, shift: int, nibble: bool,
 ) -> None:  # fmt: skip
     rows, columns = remainder.shape
     if remainder.numel():
         grid = (triton.cdiv(rows, BLOCK_N) * triton.cdiv(columns, BLOCK_K),)
         _average_weights_kernel[grid](
-            packed, remainder, average, key, rate, rows, columns,
+            packed, remainder, average, key, turn, rate, rows, columns,
             *packed.stride(), *remainder.stride(), *average.stride(),
             RADIX=radix, SHIFT=shift, NIBBLE=nibble, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
             COLUMNS=BLOCK, WIDTH=PLANE, DIGITS=TRITS_PER_BYTE,
@@ -90,8 +94,8 @@ def _average_weights_triton(
 average_weights = Operation(
     "average_weights", _average_weights_triton, _average_weights_torch,
     {"packed": Array("N, row_bytes(K)", UINT8), "remainder": Array("N, K", INT8),
-     "average": Array("N, K", INT8), "key": Array("", INT32), "rate": Array("", INT32),
-     "radix": Number(), "shift": Number(), "nibble": Number()},
+     "average": Array("N, K", INT8), "key": Array("", INT32), "turn": Array("", INT32),
+     "rate": Array("", INT32), "radix": Number(), "shift": Number(), "nibble": Number()},
 )  # fmt: skip
 """Move the average of weights towards them, in place.
 
@@ -99,7 +103,8 @@ Args:
     packed: (N, bytes) uint8 packed trits T.
     remainder: (N, K) int8 remainders A, or bytes with A in their low half.
     average: (N, K) int8; 2**shift of it is the average of z.
-    key: int32 scalar tensor, from `stream_keys`.
+    key: int32 scalar tensor, from `stream_keys`; the same for all samples.
+    turn: int32 scalar tensor in 0..65535, the offset of the thresholds.
     rate: int32 scalar tensor in 0..65536; 65536 copies, and 0 changes nothing.
     radix: P.
     shift: 0, for z from -127 to 127, or 1.

@@ -12,8 +12,8 @@ from arbcli.verify.verification import Verification, filled
 
 
 def average_weights_reference(
-    packed: Tensor, remainder: Tensor, average: Tensor, key: Tensor, rate: Tensor, radix: int,
-    shift: int, nibble: bool,
+    packed: Tensor, remainder: Tensor, average: Tensor, key: Tensor, turn: Tensor, rate: Tensor,
+    radix: int, shift: int, nibble: bool,
 ) -> Tensor:  # fmt: skip
     """Compute the new average, in int64."""
     low, a = remainder.to(torch.int64), average.to(torch.int64)
@@ -22,7 +22,7 @@ def average_weights_reference(
     z = unpack_trits_reference(packed, remainder.shape[1]).to(torch.int64) * radix + low
     random = random_halves_reference(int(key), *remainder.shape).to(packed.device)
     step = torch.div((z - a * 2**shift) * int(rate), 2**shift, rounding_mode="floor")
-    step = torch.div(step + random, 2**16, rounding_mode="floor")
+    step = torch.div(step + (random + int(turn)) % 2**16, 2**16, rounding_mode="floor")
     return (a + step).to(torch.int8)
 
 
@@ -36,7 +36,8 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     limit = (radix + largest) >> shift
     average = rng.integers(-limit, limit, n, k)
     rate = rng.scalar(rng.pick((0, 1, 4096, 2**15, 2**16)))
-    return packed, remainder, average, rng.key(), rate, radix, shift, nibble
+    turn = rng.scalar(rng.integer(2**16))
+    return packed, remainder, average, rng.key(), turn, rate, radix, shift, nibble
 
 
 average_weights_verification = Verification(
