@@ -1,14 +1,11 @@
 """Chat templates, which format messages as the text that a model was trained on.
 
-A template is untrusted code. It runs in Jinja's sandbox, which only exposes the messages and no
-Python objects, with bounded loops, calls, output and values of variables.
+A template is untrusted code. It runs in a sandbox (`template_sandbox.py`), which only exposes the
+messages and no Python objects, with bounded time, memory and output.
 """
 
 import json
-import re
-import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,25 +23,14 @@ from arbcli.data.special_tokens import (
     set_special_tokens,
     special_tokens,
 )
+from arbcli.data.template_sandbox import Budget, Marks, add_charges, build_sandbox
 
 TEMPLATE = "chat_template.jinja"
 OLD_TEMPLATE = "chat_template.json"
-LARGEST = 2**20
+LARGEST = 2**18
 """Maximum size of a template in bytes."""
 MOST_CHARACTERS = 2**24
 """Maximum length of a template's output."""
-MOST_ROUNDS = 2**20
-"""Maximum number of iterations of loops, calls and numbers of `range` in one rendering."""
-UNBOUNDED = ("center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill")
-"""Methods of strings that can return very long ones, which are forbidden: see `_bounded_format`."""
-UNBOUNDED_FILTERS = (
-    "batch", "center", "filesizeformat", "format", "indent", "random", "round", "slice", "wordwrap",
-)  # fmt: skip
-"""Filters of Jinja that can take long, or are not a function of their value."""
-WIDEST_FIELD = 64
-"""Maximum width and precision of a field of `str.format`."""
-WIDEST_INDENT = 8
-"""Maximum number of spaces of a level of JSON."""
 HINT = f"put the model's own `{TEMPLATE}` next to its tokenizer"
 
 Message = Mapping[str, Any]
@@ -70,14 +56,15 @@ class ChatTemplate:
             for module in ("jinja2", "jinja2.sandbox", "jinja2.ext")
         )
         self._error = jinja.TemplateError
-        self._output = _Output()
-        environment = _environment(jinja, sandbox, self._output)
+        self._budget, self._marks = Budget(), Marks()
+        environment = build_sandbox(jinja, sandbox, self._budget, self._marks)
         meta = optional_module("jinja2.meta", name, "jinja2", "'arb[chat]'")
         try:
             parsed = environment.parse(source)
             self.variables = frozenset(meta.find_undeclared_variables(parsed))
             """Names of the variables that the template reads."""
-            self._template = environment.from_string(_bound(parsed, jinja.nodes))
+            add_charges(parsed, jinja.nodes)
+            self._template = environment.from_string(parsed.set_environment(environment))
         except Exception as error:  # the compiler of Python can raise any exception, too
             raise ArbError(
                 f"`{name}` is not a chat template: {_reason(error)}", hint=HINT
@@ -110,8 +97,9 @@ class ChatTemplate:
             The text, and the first character of each `{% generation %}` block and that after its
             last, in order.
         """
-        parts, output = [], self._output
-        output.length, output.marks, output.rounds = 0, [], 0
+        parts, marks = [], self._marks
+        marks.length, marks.ranges = 0, []
+        self._budget.start([*messages], tools, documents)
         try:
             for part in self._template.generate(
                 messages=[dict(message) for message in messages],
@@ -121,170 +109,14 @@ class ChatTemplate:
                 **self.tokens,
             ):
                 parts.append(part)
-                output.length += len(part)
-                if output.length > MOST_CHARACTERS:
+                marks.length += len(part)
+                if marks.length > MOST_CHARACTERS:
                     raise OverflowError(f"it writes more than {MOST_CHARACTERS:,} characters")
         except Exception as error:  # expressions of the template can raise any exception
             raise ArbError(
                 f"`{self.name}` cannot format these messages: {_reason(error)}", hint=HINT
             ) from None
-        return "".join(parts), output.marks
-
-
-class _Output:
-    """Length of the text rendered so far, its marked ranges, and the work that it took."""
-
-    length = 0
-    """Number of characters."""
-    marks: list[tuple[int, int]]
-    """Ranges of characters in `{% generation %}` blocks."""
-    rounds = 0
-    """Number that `MOST_ROUNDS` bounds."""
-
-    def count(self, rounds: int) -> None:
-        """Add iterations or calls."""
-        self.rounds += rounds
-        if self.rounds > MOST_ROUNDS:
-            raise OverflowError(f"its loops have more than {MOST_ROUNDS:,} rounds")
-
-
-def _bound(parsed: Any, nodes: Any) -> Any:
-    """Count the rounds of a template's loops, and bound the values of its variables."""
-
-    def filtered(value: Any, name: str) -> Any:
-        return nodes.Filter(value, name, [], [], None, None)
-
-    for node in parsed.find_all((nodes.For, nodes.Assign, nodes.AssignBlock, nodes.With)):
-        if isinstance(node, nodes.For):
-            node.iter = filtered(node.iter, "counted")
-        elif isinstance(node, nodes.Assign):
-            node.node = filtered(node.node, "bounded")
-        elif isinstance(node, nodes.AssignBlock):
-            node.filter = filtered(node.filter, "bounded")
-        else:
-            node.values = [filtered(value, "bounded") for value in node.values]
-    return parsed.set_environment(parsed.environment)
-
-
-def _bounded(value: Any) -> Any:
-    """Return a value, unless it is a text or list of too many characters or elements."""
-    if isinstance(value, str | list | tuple) and len(value) > MOST_CHARACTERS:
-        raise OverflowError(f"a value is longer than {MOST_CHARACTERS:,}")
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise OverflowError("a number is too large")
-    return value
-
-
-def _environment(jinja: Any, sandbox: Any, output: _Output) -> Any:
-    """Create the sandboxed environment of templates."""
-
-    class Sandbox(sandbox.ImmutableSandboxedEnvironment):
-        """Sandbox without mutation, Python's attributes, or operations that grow strings."""
-
-        intercepted_binops = frozenset(("*", "**", "%"))
-
-        def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-            output.count(1)
-            return _bounded(super().call(__context, __obj, *args, **kwargs))
-
-        def getattr(self, obj: Any, attribute: str) -> Any:
-            if isinstance(obj, str) and attribute == "format":
-                return _bounded_format(obj)
-            return super().getattr(obj, attribute)
-
-        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-            if isinstance(obj, str | bytes) and attr in UNBOUNDED:
-                return False
-            return super().is_safe_attribute(obj, attr, value)
-
-        def wrap_str_format(self, value: Any) -> None:
-            """Treat `str.format` like other methods, which `is_safe_attribute` checks."""
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            numbers = isinstance(left, int | float) and isinstance(right, int | float)
-            if operator == "**" or not numbers:
-                raise sandbox.SecurityError(f"`{operator}` is not allowed for these values")
-            return super().call_binop(context, operator, left, right)
-
-    class Generation(jinja.ext.Extension):
-        """The block `{% generation %}`, which marks an answer, with the scope of Transformers'."""
-
-        tags = frozenset(("generation",))
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            block = jinja.nodes.CallBlock(self.call_method("mark"), [], [], body)
-            return block.set_lineno(line)
-
-        def mark(self, caller: Any) -> str:
-            text = caller()
-            output.marks.append((output.length, output.length + len(text)))
-            return text
-
-    class Dict:
-        """`dict` without its attributes, as in Transformers."""
-
-        def __call__(self, *pairs: Any, **named: Any) -> dict[Any, Any]:
-            return dict(*pairs, **named)
-
-    extensions = [Generation, "jinja2.ext.loopcontrols"]
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-
-    def refuse(message: object) -> None:
-        raise jinja.TemplateError(str(message))
-
-    @jinja.pass_context  # so that it is not evaluated when the template is compiled
-    def counted(_: Any, values: Iterable[Any]) -> Any:
-        values = _bounded(values) if isinstance(values, Sized) else [*values]
-        output.count(len(values))
-        return values
-
-    def bounded_range(*bounds: int) -> range:
-        rounds = range(*bounds)
-        output.count(len(rounds))
-        return rounds
-
-    environment.globals.clear()
-    environment.globals["range"] = bounded_range
-    environment.globals["namespace"] = jinja.utils.Namespace
-    environment.globals["dict"] = Dict()
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters |= {"tojson": _to_json, "counted": counted, "bounded": _bounded}
-    for name in UNBOUNDED_FILTERS:
-        environment.filters.pop(name)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write a value as JSON, with the arguments of Transformers' filter."""
-    if indent is not None and not 0 <= indent <= WIDEST_INDENT:
-        raise ValueError(f"an indent of {indent} is not in 0..{WIDEST_INDENT}")
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _bounded_format(text: str) -> Callable[..., str]:
-    """Return the `format` of a text, with fields that are values of at most `WIDEST_FIELD`."""
-
-    def write(*values: Any, **named: Any) -> str:
-        for _, field, spec, _ in string.Formatter().parse(text):
-            numbers = re.findall(r"\d+", spec or "")
-            if re.search(r"[.\[]", field or "") or "{" in (spec or ""):
-                raise ValueError(f"`{{{field}:{spec}}}` is not a plain field of `str.format`")
-            if any(int(number) > WIDEST_FIELD for number in numbers):
-                raise ValueError(f"`{spec}` is wider than {WIDEST_FIELD}")
-        return text.format(*values, **named)
-
-    return write
+        return "".join(parts), marks.ranges
 
 
 def _reason(error: BaseException) -> str:

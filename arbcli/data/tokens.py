@@ -5,13 +5,15 @@ bytes, which is memory-mapped. Splits, held-out texts and losses per byte are de
 do not depend on the tokenizer.
 """
 
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from itertools import accumulate, islice
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,6 +34,8 @@ BLOCKS = 8
 MOST_OF_TWO_BYTES = 2**16
 LARGEST_FILE = 2**27
 """Maximum size of a tokenizer in bytes."""
+MOST_GROWTH = 16
+"""Maximum growth of a text by a tokenizer's replacements; Llama 2 has 12."""
 ENDS = re.compile(rb"\n(?=\S)"), re.compile(rb"[A-Za-z](?= [A-Za-z])")
 """Where blocks end: after a line whose next one is not indented, or else after a word before a
 space and a word. Tokenizers begin a word at both places."""
@@ -68,9 +72,12 @@ class Tokenizer:
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
             self._tokenizer.encode_special_tokens = True
-            known = self._tokenizer.get_vocab(with_added_tokens=True).values()
-            self.size = max(known, default=-1) + 1
+            _check_growth(self._tokenizer, name)
+            known = self._tokenizer.get_vocab(with_added_tokens=True)
+            self.size = max(known.values(), default=-1) + 1
             """Size of the vocabulary: one more than the largest token."""
+            self.longest = max((len(text.encode()) for text in known), default=0)
+            """Maximum number of bytes of a token's text."""
             self.beginning = self._find_beginning()
             """Tokens before a prompt, such as Llama 3's `<|begin_of_text|>`."""
         if self.size < 2:
@@ -125,7 +132,8 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = not specials
         try:
             with library_errors(f"`{self.name}` cannot encode a text", OTHER_TOKENIZER):
-                encoding = self._tokenizer.encode(text, add_special_tokens=False)
+                # a batch, as other threads run meanwhile
+                (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
         return list(zip(encoding.ids, encoding.offsets, strict=True))
@@ -166,6 +174,29 @@ class Tokenizer:
         yield from filter(None, map(stream.add, parts))
         if rest := stream.rest():
             yield rest
+
+
+def _check_growth(tokenizer: Any, name: str) -> None:
+    """Refuse a tokenizer that replaces parts of a text by much longer ones."""
+    for part in tokenizer.normalizer, tokenizer.decoder:
+        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MOST_GROWTH:
+            raise ArbError(
+                f"`{name}` may make a text {growth:,.0f} times as long, and the limit is"
+                f" {MOST_GROWTH}",
+                hint="shorten its replacements",
+            )
+
+
+def _growth(part: dict[str, Any]) -> float:
+    """Return how many times as long a normalizer or a decoder may make a text in bytes."""
+    match part:
+        case {"type": "Sequence", "normalizers": parts} | {"type": "Sequence", "decoders": parts}:
+            return prod(map(_growth, parts))
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            return max(1.0, len(new.encode()) / max(1, len(old.encode())))
+        case {"type": "Replace", "content": new} | {"type": "Prepend", "prepend": new}:
+            return 1.0 + len(new.encode())  # at every position, before it
+    return 1.0
 
 
 class TokenStream:

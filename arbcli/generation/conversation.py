@@ -46,14 +46,19 @@ class Conversation:
         """Return the tokens of a chat with this message next, without appending it: see `ask`."""
         return self._tokens([*self.messages, self._message("user", message)])
 
-    def tokens_of(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Return the tokens of another chat up to the next answer: see `ask`.
+    def text_of(self, messages: Sequence[tuple[str, str]]) -> str:
+        """Return the text of another chat up to the next answer: see `ask`.
 
         Args:
             messages: role and content of each message; unpaired surrogates are replaced.
         """
         parts = [[part.encode(errors="replace") for part in message] for message in messages]
-        return self._tokens([self._message(role.decode(), text) for role, text in parts])
+        read = [self._message(role.decode(), text) for role, text in parts]
+        return self._template.render(read, asks=True)
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Return the tokens of a text that the template wrote."""
+        return [token for token, _ in self._tokenizer.encode_marked(text)]
 
     def answered(self, output: bytes) -> None:
         """Append the model's answer."""
@@ -70,5 +75,4 @@ class Conversation:
         return {"role": role, "content": text}
 
     def _tokens(self, messages: list[Message]) -> list[int]:
-        written = self._template.render(messages, asks=True)
-        return [token for token, _ in self._tokenizer.encode_marked(written)]
+        return self.tokens_of(self._template.render(messages, asks=True))

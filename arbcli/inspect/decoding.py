@@ -32,7 +32,8 @@ from arbcli.training.directory import open_run_texts
 from arbcli.training.record import finite
 
 STEPS = 3
-"""Measured decoding steps; the first may keep derived constants."""
+"""Measured decoding steps, which are made once before: the first, and the first in which a chunk
+begins, keep derived constants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +144,9 @@ def audit_decoding(config: TrainConfig, prefill: int) -> DecodingAudit:
             levels.append(read_level(tensors, 0, "prepare"))
             decoder.begin(prompt)
             levels.append(read_level(tensors, 0, "prefill"))
+            for _ in range(STEPS):
+                decoder.step()
+            decoder.begin(prompt)
             for step in range(1, STEPS + 1):
                 decoder.step()
                 levels.append(read_level(tensors, step, "end"))

@@ -203,10 +203,25 @@ def _prompts(fields: dict[str, Any], engine: Engine) -> list[tuple[Sequence[int]
     several = [prompt] if isinstance(prompt, str) or is_of(prompt, list[int]) else prompt
     if len(several) > MOST_TEXTS:
         raise RequestError(f"there are more than {MOST_TEXTS} prompts", param="prompt")
+    for one in several:
+        if isinstance(one, str):
+            _check_size(one, engine, "prompt")
     return [
         engine.symbols_of(one) if isinstance(one, str) else (_checked_ids(one, engine), 0)
         for one in several
     ]
+
+
+def _check_size(text: str, engine: Engine, param: str) -> None:
+    """Refuse a text that is too long for any number of tokens, before it is tokenised."""
+    tokenizer, size = engine.model.tokenizer, len(text.encode(errors="replace"))
+    if tokenizer is not None and size > tokenizer.longest * engine.positions:
+        raise RequestError(
+            f"a text has at most {engine.positions:,} tokens of at most {tokenizer.longest:,}"
+            f" bytes, and the prompt has {size:,} bytes",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def _checked_ids(ids: list[int], engine: Engine) -> Sequence[int]:
@@ -225,7 +240,9 @@ def _chat_prompt(fields: dict[str, Any], engine: Engine) -> tuple[Sequence[int],
     pairs = [(role, _content(content)) for role, content in messages]
     if not all(isinstance(role, str) for role, _ in pairs):
         raise RequestError("a message has no `role`", param="messages")
-    return engine.conversation.tokens_of(pairs), 0
+    text = engine.conversation.text_of(pairs)
+    _check_size(text, engine, "messages")
+    return engine.conversation.tokens_of(text), 0
 
 
 def _content(content: Any) -> str:

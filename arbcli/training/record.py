@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from arbcli.base.atomic_files import open_to_append, write_file
-from arbcli.base.errors import os_errors
+from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import open_regular, parse_json, test_of
 from arbcli.config.training import TrainConfig
 from arbcli.training.schedule import Patience, is_evaluated, is_recorded
@@ -142,6 +142,8 @@ SCHEMA: dict[str, Any] = {
 
 LONGEST_LINE = 2**20
 """Maximum size of a record in bytes."""
+MOST_BYTES = 2**30
+"""Maximum size of a run's file of records, which has more than a million."""
 
 
 _TESTS = {name: test_of(kind) for name, kind in SCHEMA.items()}
@@ -153,6 +155,11 @@ def _lines(run: Path, offset: int = 0) -> Iterator[tuple[bytes, dict[str, Any] |
     if not os.path.lexists(path):
         return
     with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
+            raise ArbError(
+                f"`{path}` has {size:,} bytes, and records have at most {MOST_BYTES:,}",
+                hint="restore it from a backup, or move it out of the run",
+            )
         file.seek(offset)
         while line := file.readline(LONGEST_LINE):
             yield line, _parsed(line)

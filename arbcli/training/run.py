@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,8 +121,8 @@ def start_run(
     with joined(torch.device(config.device), "train") as group:
         observer = observer if group.first else Observer()
         texts = open_run_texts(config)
-        chosen = choose(config, texts, group.size) if group.first else {}
-        config = dataclasses.replace(config, **group.broadcast_object(chosen))
+        chosen = group.call_in_first(lambda: choose(config, texts, group.size))
+        config = dataclasses.replace(config, **chosen)
         check_shares(config, group.size)
         if initial is not None and texts.tokenizer:
             trained_with = initial.checkpoint.data.get(TOKENIZER_DIGEST)
@@ -136,9 +137,8 @@ def start_run(
         for warning in text_warnings(texts):
             observer.noted(warning)
         note_emulation(config, observer)
-        if group.first and save:
-            run = make_next_directory(config) if run is None else make_directory(run)
-        run = group.broadcast_object(run)
+        make = partial(make_next_directory, config) if run is None else partial(make_directory, run)
+        run = group.call_in_first(make if save else lambda: None)
         with locked(run, group), deterministic():
             if group.first and save:
                 check_free(run)  # the lock keeps other processes from starting a run here

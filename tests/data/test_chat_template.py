@@ -5,7 +5,7 @@ import json
 import pytest
 
 from arbcli.base.errors import ArbError
-from arbcli.data import chat_template
+from arbcli.data import template_sandbox
 from arbcli.data.chat_template import ChatTemplate, find_template
 from arbcli.data.special_tokens import special_tokens
 
@@ -45,6 +45,38 @@ HOSTILE = {
     "width": "{{ '{:1000000}'.format(1) }}", "attribute": "{{ '{0.__class__}'.format(1) }}",
     "width of an argument": "{{ '{:{}}'.format(1, 1000000) }}",
     "refusal": "{{ raise_exception('no system message') }}", "syntax": "{% if %}",
+    **{
+        value: "{% set x = ('a',) %}" + "{% set x = (x, x) %}" * 20 + f"{{{{ {value} }}}}"
+        for value in (
+            "x", "x | tojson", "x ~ ''", "x == (x, 1)", "x is eq (x, 1)", "(x, 1).index(x)",
+            "{x: 1} | length", "{}[x]", "{}.get(x)", "'{}'.format(x)", "[x] | map('string') | list",
+            "[x] | select('eq', (x, 1)) | list", "namespace(x=x)", "raise_exception(x)",
+        )
+    },
+    **{
+        value: "{% set x = 'abcdefgh' %}" + "{% set x = x ~ x %}" * 11 + value
+        for value in (
+            "{{ (x" + " ~ x" * 400 + ") | length }}", "{{ [" + "x[1:], " * 400 + "] | length }}",
+            "{% set x %}" + "{{ x }}" * 400 + "{% endset %}", "{{ x.join(x | list) | length }}",
+            "{{ x | list | join(x) | length }}", "{{ x.replace('a', x) | length }}",
+            "{{ x | replace('a', x) | length }}", "{{ x.translate({97: x}) | length }}",
+            "{{ x | replace(new=x, old='a') | length }}", "{{ ('{0}' ~ x)['format'](1) }}",
+            "{{ x.rfind('z' ~ x[:8000]) }}", "{{ x.strip(x ~ 'z') }}",
+            "{{ x | tojson(separators=(x, x)) }}", "{{ (x.split('a') | list, x, 1)[2] }}" * 99,
+            "{{ ('" + "{0}" * 400 + "').format(x) | length }}",
+            "{% for i in range(9) recursive %}{% if not loop.depth0 %}{{ loop(x) }}{% endif %}"
+            "{% endfor %}" * 9,
+            "{% for i in range(999) %}{% if 'z' in x %}{% endif %}{% endfor %}",
+            "{% macro f(a=x ~ 'b') %}{% endmacro %}{% for i in range(999) %}{{ f() }}{% endfor %}",
+        )
+    },
+    "body": "{% for i in range(9999) %}" + "{{ '' }}" * 99 + "{% endfor %}",
+    "varargs": "{% macro f(n) %}{% if n %}{{ f(n - 1, varargs, varargs) }}{% else %}{{ varargs }}"
+    "{% endif %}{% endmacro %}{{ f(20, 1) }}",
+    "views": "{% set x = {} %}" + "{% set x = {1: x.items(), 2: x.items()} %}" * 20 + "{{ x }}",
+    "indent": "{% set x = range(999) | list %}" + "{% set x = [x] %}" * 300
+    + "{{ x | tojson(indent=8) | length }}",
+    "bytes": "{{ (1).to_bytes(10000000000, 'big') }}", "remainder": "{{ '%9999999999d' is odd }}",
     "no tag": "{% exec 'ls' %}", "nothing": "{{ nothing.there }}",
 }  # fmt: skip
 
@@ -57,15 +89,26 @@ def test_template_writes_messages_as_transformers_does():
     assert template.render(messages) == f"{wanted}ho<|im_end|>\n"
 
 
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=[name[:40] for name in HOSTILE])
 def test_hostile_template_is_refused_in_one_line(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(chat_template, "MOST_ROUNDS", 10_000)
+    monkeypatch.setattr(template_sandbox, "MOST_UNITS", 2**20)
+    monkeypatch.setattr(template_sandbox, "LONGEST_VALUE", 2**19)
     with pytest.raises(ArbError) as caught:
         ChatTemplate(source, "it", {}).render([{"role": "user", "content": "hi"}])
     assert str(caught.value).startswith("`it` ")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_long_chat_has_the_budget_that_it_needs():
+    messages = [{"role": "user", "content": "hi" * 99}] * 9999
+    text = ChatTemplate(CHATML, "it", {"bos_token": ""}).render(messages)
+    assert len(text) == 9999 * len("<|im_start|>user\n<|im_end|>\n" + "hi" * 99)
+
+
+def test_namespace_is_written_without_its_values():
+    assert ChatTemplate("{{ namespace(x=messages) }}", "it", {}).render([]) == "<Namespace>"
 
 
 def test_nothing_makes_a_long_text_of_a_short_one_and_a_number():

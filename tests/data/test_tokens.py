@@ -111,6 +111,49 @@ def test_tokens_before_a_text_are_told_from_those_after_it(written, before):
     assert tokenizer.encode(b"a a") == [5, 5]
 
 
+def test_other_threads_run_while_a_chat_is_tokenised(tokenizer, monkeypatch):
+    """The package holds the interpreter in `encode`, and releases it in `encode_batch`."""
+    wanted = tokenizer._tokenizer.encode("to read", add_special_tokens=False)
+    only = SimpleNamespace(encode_batch=tokenizer._tokenizer.encode_batch)
+    monkeypatch.setattr(tokenizer, "_tokenizer", only)
+    assert tokenizer.encode_marked("to read") == [*zip(wanted.ids, wanted.offsets, strict=True)]
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+@pytest.mark.parametrize(
+    ("growth", "replacements"),
+    [
+        (12, [{"type": "Prepend", "prepend": "▁"}, (" ", "▁")]),
+        (16, [("ab", "c" * 32)]),
+        (18, [("a", "bbb"), ("b", "aaa"), ({"Regex": " {2,}"}, "_")]),
+        (2**40, [("a", "aa")] * 40),
+    ],
+    ids=["as in Llama 2", "limit", "regular expression", "repeated"],
+)
+def test_tokenizer_whose_replacements_multiply_a_text_is_refused(
+    part, growth, replacements, byte_tokenizer
+):
+    parts = [
+        entry
+        if isinstance(entry, dict)
+        else {
+            "type": "Replace",
+            "pattern": {"String": entry[0]} if isinstance(entry[0], str) else entry[0],
+            "content": entry[1],
+        }
+        for entry in replacements
+        if part == "normalizer" or isinstance(entry, tuple)
+    ]
+    made = json.loads(byte_tokenizer.read_text())
+    made[part] = {"type": "Sequence", f"{part}s": parts}
+    content = json.dumps(made).encode()
+    if growth <= tokens.MOST_GROWTH:
+        Tokenizer(content, "it")
+        return
+    with pytest.raises(ArbError, match=f"`it` may make a text {growth:,} times as long"):
+        Tokenizer(content, "it")
+
+
 def test_characters_come_as_soon_as_they_are_whole(tokenizer):
     whole = "größer as Ω tokens 🙂 do"
     token_ids = tokenizer.encode(whole.encode())

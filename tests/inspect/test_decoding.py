@@ -8,6 +8,7 @@ import pytest
 import torch
 from cells import Cell
 
+from arbcli.config.presets import preset
 from arbcli.inspect import decoding
 from arbcli.inspect.decoding import audit_decoding, probe_decoding
 from arbcli.kernels.runtime.backend import use_backend
@@ -123,6 +124,11 @@ def test_decoding_returns_to_its_level_of_memory(config, monkeypatch):
 
     monkeypatch.setattr(decoding.Decoder, "step", leaking)
     assert not audit_decoding(config(), PREFILL).passed
+
+
+def test_step_in_which_the_first_chunk_begins_returns_to_the_level(config):
+    model = preset("hnet-tiny", boundaries="every", chunk_length=2)
+    assert audit_decoding(dataclasses.replace(config(), model=model), 6).passed
 
 
 def test_memory_of_decoding_tokens_is_measured_without_their_tokenizer(config):

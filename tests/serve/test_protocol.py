@@ -263,7 +263,8 @@ def test_choices_are_those_of_lone_requests(client, engine):
 
 
 def test_chat_continues_the_template_and_ends_at_its_end(client, engine):
-    ids = engine.conversation.tokens_of([("user", "hello"), ("user", "you")])
+    text = engine.conversation.text_of([("user", "hello"), ("user", "you")])
+    ids = engine.conversation.tokens_of(text)
     assert engine.model.tokenizer.decode(ids) == f"user: hello{END}user: you{END}assistant: "
     answer = client.chat("hello", "you", max_completion_tokens=9)["choices"][0]
     plain = client.complete(ids, max_tokens=9)["choices"][0]
@@ -278,7 +279,7 @@ def test_chat_continues_the_template_and_ends_at_its_end(client, engine):
 
 
 def test_unpaired_surrogates_are_replaced(engine):
-    written, replaced = map(engine.conversation.tokens_of, ([("\ud800", "\udfff")], [("?", "?")]))
+    written, replaced = map(engine.conversation.text_of, ([("\ud800", "\udfff")], [("?", "?")]))
     assert written == replaced
 
 
@@ -354,6 +355,20 @@ def test_malformed_requests_are_refused(client, engine):
 def test_error_names_the_field(client, body, status, param, code):
     given, error = client.error(body)
     assert (given, error["param"], error["code"]) == (status, param, code)
+
+
+def test_prompt_that_no_tokens_can_hold_is_refused_before_it_is_tokenised(
+    client, engine, monkeypatch
+):
+    for name in ("encode_all", "encode_marked"):
+        monkeypatch.setattr(Tokenizer, name, lambda *_: pytest.fail("tokenised"))
+    size = engine.positions * engine.model.tokenizer.longest
+    wanted = f"a text has at most 4,096 tokens of at most {len(END)} bytes, and the prompt has"
+    chat = {"messages": [{"role": "user", "content": "a" * (size + 1)}]}
+    for body, path in (({"prompt": "a" * (size + 1)}, ""), (chat, "chat/")):
+        status, error = client.error(body, f"/v1/{path}completions")
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert error["message"].startswith(wanted)
 
 
 def test_wrong_ways_are_refused(client):

@@ -105,6 +105,18 @@ def test_damaged_run_is_named_with_its_reason(folder):
     assert "is not JSON" in answer["damaged"]["001-a"]
 
 
+def test_file_that_is_too_large_for_records_is_not_read(folder, monkeypatch):
+    path = folder / "002-b" / "metrics.jsonl"
+    with path.open("ab") as file:
+        file.truncate(10**12)  # without using space
+    monkeypatch.setattr(records, "_parsed", lambda line: pytest.fail("read"))
+    (folder / "001-a" / "config.json").unlink()
+    wanted = f"`{path}` has 1,000,000,000,000 bytes, and records have at most 1,073,741,824"
+    get = client(folder).get
+    assert get("/runs").json() == {"runs": [], "damaged": {"002-b": wanted}}
+    assert get("/runs/002-b/metrics").json() == {"error": {"message": wanted}}
+
+
 def test_settings_that_are_not_unicode_or_finite_are_served(folder):
     path = folder / "001-a" / "config.json"
     facts = json.loads(path.read_text())

@@ -106,6 +106,15 @@ def graph(
     mixture = build_experts(
         experts, "moe_top_k", moe_top_k, expert_ffn, moe_gate, shared_expert, moe_clamp
     )
+    wanted = {"graph": graph_gate or graph_adapters, "moe": graph_gate}
+    for name, has in (("graph", graph), ("moe", moe)):
+        if wanted[name] and not has:
+            option = "graph_gate" if graph_gate else "graph_adapters"
+            raise ArbError(
+                f"`{option}` needs `{name}`, which this model does not have",
+                hint=f"add `{name}=True`, or leave `{option}` out",
+                fields=(option, name),
+            )
     iterated = IteratedConfig(
         iterations=max_moe_iters,
         adapter_rank=adapter_rank,

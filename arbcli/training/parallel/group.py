@@ -4,7 +4,7 @@ NCCL transfers tensors on GPUs, and gloo those on CPUs. On a single machine both
 interface. All reductions are over integers, so that their order does not matter.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -143,6 +143,21 @@ class Group:
         with explained_loss():
             dist.broadcast_object_list(values, 0, device=CPU)
         return values[0]
+
+    def call_in_first(self, function: Callable[[], Any]) -> Any:
+        """Call a function in rank 0; return its result, or raise its `ArbError`, in all processes.
+
+        The result must be picklable.
+        """
+        result = None
+        try:
+            result = function() if self.first else None
+        except ArbError as error:
+            result = error
+        result = self.broadcast_object(result)
+        if isinstance(result, ArbError):
+            raise result
+        return result
 
     def collect(self, value: Any) -> list[Any]:
         """Gather picklable objects of all processes, in the order of ranks."""

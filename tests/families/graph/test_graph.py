@@ -18,6 +18,7 @@ from graph_parts import (
 from references import logits_in_parts, reference_logits
 from torch.nn.functional import cross_entropy
 
+from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
 from arbcli.families.compressed.config import CompressedAttentionConfig
 from arbcli.model import decoding
@@ -142,3 +143,15 @@ def test_steps_by_kernels_give_the_logits_of_steps_by_parts(small_graph, monkeyp
     # experts, codes and rows are chosen by what is rounded, so few positions may differ by more
     error = (got.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     assert error.median() < 0.02
+
+
+@pytest.mark.parametrize("option", ["graph_gate", "graph_adapters"])
+def test_hint_of_a_missing_graph_leads_to_a_model(option):
+    """The preset has `edges`, and no graph."""
+    given = {option: True}
+    for name in ("graph", "moe")[: 1 + (option == "graph_gate")]:
+        with pytest.raises(ArbError, match=f"`{option}` needs `{name}`") as refused:
+            preset("arb-tiny", **given)
+        assert refused.value.hint.startswith(f"add `{name}=True`")
+        given[name] = True
+    preset("arb-tiny", **given)

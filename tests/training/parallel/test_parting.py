@@ -120,6 +120,21 @@ def test_processes_take_the_step_that_the_first_one_chooses(config):
     assert run_processes(2, chosen_step, config, join=False) == [(3, 8), (3, 8)]
 
 
+def refused_step(rank, config):
+    def choose(*_):
+        raise ArbError("no window fits", hint="use a smaller `ctx`", fields=("ctx",))
+
+    with pytest.raises(ArbError) as caught:
+        start_run(config, None, Observer(), choose=choose, save=False)
+    return str(caught.value), caught.value.hint, caught.value.fields
+
+
+def test_error_of_the_choice_is_that_of_all_processes(config):
+    """Otherwise the others report a lost process."""
+    wanted = "no window fits", "use a smaller `ctx`", ("ctx",)
+    assert run_processes(2, refused_step, config, join=False) == [wanted] * 2
+
+
 def test_processes_that_begin_with_other_weights_are_refused(run, config):
     before = {path: path.read_bytes() for path in run.iterdir()}
     told = run_processes(2, refusal, run, config, join=False)
