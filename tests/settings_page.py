@@ -45,10 +45,7 @@ def page() -> str:
 
 
 def _table(group: str) -> str:
-    rows = [
-        *_rows(group, MODEL_SETTINGS, "`[model]` "),
-        *_rows(group, RUN_SETTINGS, ""),
-    ]
+    rows = [*_rows(group, MODEL_SETTINGS, "`[model]` "), *_rows(group, RUN_SETTINGS, "")]
     head = "| option | in a file | values | default | |\n|---|---|---|---|---|\n"
     return head + "".join(rows) if rows else ""
 

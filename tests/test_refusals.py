@@ -25,10 +25,7 @@ from arbcli.config.training import FIELDS, SETTINGS, train_config
 from arbcli.generation.load import load_weights
 from arbcli.interop.exporting import export
 from arbcli.interop.huggingface import export as hugging_face
-from arbcli.kernels.runtime.device import (
-    check_compute,
-    resolve_device,
-)
+from arbcli.kernels.runtime.device import check_compute, resolve_device
 from arbcli.model import checkpoint as checkpoints
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import keep_best, load_checkpoint

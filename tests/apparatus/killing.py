@@ -242,10 +242,7 @@ def write_tokenizer(path: Path, special: tuple[str, ...] = (), text: str = TEXT.
     trained.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=270,
-        initial_alphabet=alphabet,
-        show_progress=False,
-        special_tokens=[*special],
+        vocab_size=270, initial_alphabet=alphabet, show_progress=False, special_tokens=[*special]
     )
     trained.train_from_iterator([text], trainer)
     trained.save(str(path))

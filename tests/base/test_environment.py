@@ -12,13 +12,7 @@ import pytest
 from arbcli import __main__, cli
 from arbcli.base import environment, sockets
 from arbcli.base.environment import set_environment, set_spins
-from arbcli.base.signals import (
-    HANGUP,
-    STOPPING,
-    Interrupted,
-    RaisedSignal,
-    RememberedSignal,
-)
+from arbcli.base.signals import HANGUP, STOPPING, Interrupted, RaisedSignal, RememberedSignal
 
 
 @pytest.fixture

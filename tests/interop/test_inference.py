@@ -19,12 +19,7 @@ from arbcli.model.rules import FADED
 
 
 @pytest.mark.parametrize(
-    ("rule", "digits"),
-    [
-        ("moment", "trit"),
-        ("votes", "trit"),
-        ("nibble", "all"),
-    ],
+    ("rule", "digits"), [("moment", "trit"), ("votes", "trit"), ("nibble", "all")]
 )
 def test_exported_weights_predict_as_their_checkpoint(saved, tmp_path, rule, digits):
     checkpoint = saved(rule=rule, digits=digits)

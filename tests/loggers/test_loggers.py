@@ -165,10 +165,7 @@ def test_resumed_run_is_logged_to_the_same_run(name, text, tmp_path):
     assert told == []
 
 
-FACTS = {
-    "config": {"steps": 5, "model": {"dim": 32}},
-    "started": "2026-01-02",
-}
+FACTS = {"config": {"steps": 5, "model": {"dim": 32}}, "started": "2026-01-02"}
 
 
 def stand_in(name: str, monkeypatch) -> tuple[base.Logger, MagicMock]:

@@ -10,19 +10,9 @@ from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.families.compressed import attention as compressed_attention
 from arbcli.families.graph import codebook
 from arbcli.verify import parity
-from arbcli.verify.models import (
-    FULL_SIZE,
-    LARGEST,
-    MODELS,
-    RAGGED,
-    fits,
-    shortened,
-)
+from arbcli.verify.models import FULL_SIZE, LARGEST, MODELS, RAGGED, fits, shortened
 from arbcli.verify.parity import CHECKS
-from arbcli.verify.subjects import (
-    Subject,
-    all_subjects,
-)
+from arbcli.verify.subjects import Subject, all_subjects
 
 
 def failed(results):

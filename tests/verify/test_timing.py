@@ -18,13 +18,7 @@ from arbcli.verify.cases import production_cases
 from arbcli.verify.compare import as_tuple
 from arbcli.verify.kernels.codec.packing import pack_trits_verification, unpack_trits_verification
 from arbcli.verify.registry import KERNELS
-from arbcli.verify.timing import (
-    Roofline,
-    Stopwatch,
-    check_timeable,
-    measure_roofline,
-    time_kernels,
-)
+from arbcli.verify.timing import Roofline, Stopwatch, check_timeable, measure_roofline, time_kernels
 from arbcli.verify.verification import Case, Verification, same_inputs
 
 CPU = torch.device("cpu")
