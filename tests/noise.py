@@ -4,14 +4,15 @@
 
 The last bits of a product depend on the instruction set of a CPU, on the library, and on the
 shapes. A test whose verdict hangs on them, for instance because the larger of two almost equal sums
-is chosen, may pass on one CPU and fail on another. Here every term of a product or sum has a
-relative error of up to 2**-21 in float32, so that results differ by about 2**-22. It depends on the
+is chosen, may pass on one CPU and fail on another. Here every term of a product or sum in float32
+has a relative error of up to 2**-21, so that results differ by about 2**-22. It depends on the
 seed, the shapes of a product or the length of a sum, and the place of the term alone. Therefore:
 
 - the same operation on the same numbers gives the same bits twice, and terms that are zero make no
   difference, whatever they are multiplied by;
 - the same row among other rows gives other bits in a product, as in libraries, but not in a sum;
-- a sum that no order of additions rounds, such as one of small integers, stays what it is.
+- a sum that float32 holds, such as one of small integers, stays what it is, and so does float64,
+  which is that of references.
 
 The errors of an even seed are those of the odd one before it with the other sign: a choice between
 numbers that are equal but for their rounding is made otherwise by one of the two.
@@ -37,9 +38,6 @@ from torch import Tensor
 aten = torch.ops.aten
 WORK = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Types that products are added in, where these are not their own."""
-PRECISION = {np.dtype(np.float32): 24, np.dtype(np.float64): 53}
-"""Bits of a significand."""
-INTEGERS = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64}
 FUNCTIONS = (
     "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "silu",
     "softplus", "erf", "gelu", "logaddexp", "_softmax", "_log_softmax",
@@ -59,9 +57,7 @@ NOISY = pytest.StashKey[set[str]]()
 
 
 @cache
-def errors_of(
-    seed: int, dtype: np.dtype, sizes: tuple[int, ...], shapes: tuple[int, ...] = ()
-) -> np.ndarray:
+def errors_of(seed: int, sizes: tuple[int, ...], shapes: tuple[int, ...] = ()) -> np.ndarray:
     """Draw the relative errors of terms.
 
     Args:
@@ -70,82 +66,42 @@ def errors_of(
     """
     pair, sign = (seed + 1) // 2, 1 - 2 * (seed % 2)
     generator = np.random.default_rng(zlib.crc32(repr((pair, sizes, shapes)).encode()))
-    unit = sign * 2.0 ** (3 - PRECISION[dtype])
-    return (unit * generator.uniform(-1, 1, sizes)).astype(dtype)
-
-
-def lowest_bits(x: np.ndarray) -> np.ndarray:
-    """Find the value of the lowest bit of each number; infinity for zero."""
-    bits = np.ascontiguousarray(x).view(INTEGERS[x.dtype])
-    stored = (1 << (PRECISION[x.dtype] - 1)) - 1
-    lowest = np.abs(x - (bits & (bits - 1)).view(x.dtype))
-    np.copyto(lowest, np.abs(x), where=(bits & stored) == 0)
-    lowest[x == 0] = np.inf
-    return lowest
-
-
-def noise_where_rounded(
-    noise: np.ndarray, total: np.ndarray, number: np.ndarray, lowest: np.ndarray
-) -> np.ndarray:
-    """Keep the noise of sums that some order of additions rounds.
-
-    Args:
-        noise: the sums of the terms' errors.
-        total: sums of the terms' magnitudes.
-        number: how many terms are not zero.
-        lowest: a value of which every term is a multiple.
-    """
-    rounded = (number > 1) & (total >= 2.0 ** PRECISION[noise.dtype] * lowest)
-    return np.where(rounded & np.isfinite(noise), noise, 0)
+    return sign * 2.0**-21 * generator.uniform(-1, 1, sizes)
 
 
 @np.errstate(all="ignore")
+def where_rounded(noise: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """Keep the noise of sums that are no numbers of float32."""
+    rounded = (total != total.astype(np.float32)) & np.isfinite(noise)
+    return np.where(rounded, noise, 0).astype(np.float32)
+
+
 def noise_of_product(seed: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Draw the noise of (..., M, K) times (..., K, N), both in float32 or both in float64."""
-    noise = (a * errors_of(seed, a.dtype, a.shape[-1:], (*a.shape, *b.shape))) @ b
-    number = (a != 0).astype(a.dtype) @ (b != 0).astype(a.dtype)
-    lowest = lowest_bits(a).min(-1, keepdims=True) * lowest_bits(b).min(-2, keepdims=True)
-    return noise_where_rounded(noise, np.abs(a) @ np.abs(b), number, lowest)
+    """Draw the noise of (..., M, K) times (..., K, N) in float32."""
+    errors = errors_of(seed, a.shape[-1:], (*a.shape, *b.shape))
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return where_rounded((a * errors) @ b, a @ b)
 
 
-@np.errstate(all="ignore")
-def noise_of_sum(seed: int, x: np.ndarray, dims: tuple[int, ...], keep: bool) -> np.ndarray:
-    """Draw the noise of a sum over dimensions of an array in float32 or float64."""
-    errors = errors_of(seed, x.dtype, tuple(x.shape[i] for i in sorted(dims)))
+def noise_of_sum(seed: int, x: np.ndarray, dims: tuple[int, ...], add=np.sum, **how) -> np.ndarray:
+    """Draw the noise of a sum over dimensions of an array in float32, or of a cumulative one."""
+    errors = errors_of(seed, tuple(x.shape[i] for i in sorted(dims)))
     errors = errors.reshape([n if i in dims else 1 for i, n in enumerate(x.shape)])
-    noise = (x * errors).sum(dims, keepdims=keep)
-    number, total = ((x != 0).sum(dims, keepdims=keep), np.abs(x).sum(dims, keepdims=keep))
-    return noise_where_rounded(noise, total, number, lowest_bits(x).min(dims, keepdims=keep))
-
-
-@np.errstate(all="ignore")
-def noise_of_scan(seed: int, x: np.ndarray, dim: int) -> np.ndarray:
-    """Draw the noise of a cumulative sum of an array in float32 or float64."""
-    errors = errors_of(seed, x.dtype, x.shape[dim : dim + 1])
-    errors = errors.reshape([n if i == dim else 1 for i, n in enumerate(x.shape)])
-    noise = (x * errors).cumsum(dim)
-    number, total = (x != 0).cumsum(dim), np.abs(x).cumsum(dim)
-    lowest = np.minimum.accumulate(lowest_bits(x), dim)
-    return noise_where_rounded(noise, total, number, lowest)
+    x = x.astype(np.float64)
+    return where_rounded(add(x * errors, **how), add(x, **how))
 
 
 def move_by_a_unit(seed: int, y: np.ndarray) -> None:
-    """Move results of a function by a unit in the last place, but for those that look exact."""
-    bits = y.view(INTEGERS[y.dtype])
-    low = bits.astype(np.int32)
+    """Move float32 results of a function by a unit, but for those that look exact."""
+    bits = y.view(np.int32)
     pair, sign = (seed + 1) // 2, 1 - 2 * (seed % 2)
-    hashed = (low * np.int32(0x2545F491) + np.int32(pair * 7919)) * np.int32(0x1B873593)
-    unit = sign * (hashed >> 31 | 1)
-    inexact = (low & 0xFFF) != 0  # the low bits of infinity and NaN are zero
-    bits += np.where(inexact, unit, 0)
-
-
-def to_numpy(x: Tensor) -> np.ndarray:
-    return x.detach().numpy()
+    hashed = (bits * np.int32(0x2545F491) + np.int32(pair * 7919)) * np.int32(0x1B873593)
+    inexact = (bits & 0xFFF) != 0  # the low bits of infinity and NaN are zero
+    bits += np.where(inexact, sign * (hashed >> 31 | 1), 0)
 
 
 def is_noisy(x: Tensor) -> bool:
-    return x.is_floating_point() and x.itemsize > 1 and x.numel() > 0 and type(x) is Tensor
+    return WORK.get(x.dtype, x.dtype) is torch.float32 and x.numel() > 0 and type(x) is Tensor
 
 
 def kernels(seed: int) -> dict[str, Callable]:
@@ -155,17 +111,15 @@ def kernels(seed: int) -> dict[str, Callable]:
         operation = getattr(aten, name).out
 
         def multiply(*args, **scales) -> Tensor:
-            a, b = factors = args[first : first + 2]
+            a, b = args[first : first + 2]
             shape = (*a.shape[:-1], b.shape[-1])
             if not is_noisy(a) or a.shape[-1] < 2 or not b.numel():
                 return operation(*args, **scales, out=a.new_empty(shape))
-            work = WORK.get(a.dtype, a.dtype)
-            a, b = factors = [x.to(work) for x in factors]
-            given = [x.to(work) for x in args[:first]] + factors
-            result = operation(*given, **scales, out=a.new_empty(shape))
-            noise = torch.from_numpy(noise_of_product(seed, to_numpy(a), to_numpy(b)))
-            result += noise * scales.get("alpha", 1)
-            return result.to(args[first].dtype)
+            given = [x.float() for x in args]
+            result = operation(*given, **scales, out=given[first].new_empty(shape))
+            noise = noise_of_product(seed, *(x.detach().numpy() for x in given[first:]))
+            result += torch.from_numpy(noise) * scales.get("alpha", 1)
+            return result.to(a.dtype)
 
         return multiply
 
@@ -185,11 +139,11 @@ def kernels(seed: int) -> dict[str, Callable]:
                 1 if i in dims else n for i, n in enumerate(x.shape) if keepdim or i not in dims
             ]
             work = WORK.get(dtype, dtype)
-            result = x.new_empty(shape, dtype=work)
-            operation(x if work is dtype else x.to(work), dim, keepdim, dtype=work, out=result)
-            if is_noisy(x) and x.dim() and work.is_floating_point:
-                noise = noise_of_sum(seed, to_numpy(x.to(work)), dims, keepdim)
-                noise = torch.from_numpy(np.asarray(noise))
+            terms, result = x.to(work), x.new_empty(shape, dtype=work)
+            operation(terms, dim, keepdim, dtype=work, out=result)
+            if is_noisy(x) and x.dim() and work is torch.float32:
+                how = {"axis": dims, "keepdims": keepdim}
+                noise = torch.from_numpy(noise_of_sum(seed, terms.detach().numpy(), dims, **how))
                 result += noise / (x.numel() / result.numel()) if mean else noise
             return result.to(dtype)
 
@@ -197,12 +151,12 @@ def kernels(seed: int) -> dict[str, Callable]:
 
     def cumulate(x: Tensor, dim: int, *, dtype=None) -> Tensor:
         dtype = dtype or (x.dtype if x.is_floating_point() else torch.int64)
-        work = WORK.get(dtype, dtype)
-
-        terms = x.to(work)
+        terms = x.to(WORK.get(dtype, dtype))
         result = aten.cumsum.out(terms, dim, out=torch.empty_like(terms))
-        if is_noisy(x) and x.dim() and work.is_floating_point:
-            result += torch.from_numpy(noise_of_scan(seed, to_numpy(terms), dim % x.dim()))
+        if is_noisy(x) and x.dim() and terms.dtype is torch.float32:
+            dim %= x.dim()
+            noise = noise_of_sum(seed, terms.detach().numpy(), (dim,), np.cumsum, axis=dim)
+            result += torch.from_numpy(noise)
         return result.to(dtype)
 
     def function(name: str) -> Callable:
@@ -214,8 +168,8 @@ def kernels(seed: int) -> dict[str, Callable]:
             dtype = x.dtype if floating else torch.get_default_dtype()
             result = x.new_empty(0, dtype=torch.float32 if widened else dtype)
             operation(x, *args, **options, out=result)
-            if result.dtype in (torch.float32, torch.float64):
-                move_by_a_unit(seed, to_numpy(result))
+            if result.dtype == torch.float32:
+                move_by_a_unit(seed, result.detach().numpy())
             return result
 
         return compute
@@ -249,7 +203,8 @@ def noisy_interpreter(seed: int) -> Iterator[None]:
         result, x = add(self, input), input.handle.data
         if x.dtype == "float32" and x.size:
             dims = tuple(range(x.ndim)) if self.axis is None else (self.axis % x.ndim,)
-            result.handle.data = result.handle.data + noise_of_sum(seed, x, dims, self.keep_dims)
+            how = {"axis": dims, "keepdims": self.keep_dims}
+            result.handle.data = result.handle.data + noise_of_sum(seed, x, dims, **how)
         return result
 
     with (

@@ -9,7 +9,7 @@ from arbcli.kernels.runtime import native_library
 
 OPERATIONS = {
     "mm": lambda x, w: x @ w,
-    "addmm": lambda x, w: torch.addmm(torch.ones(9, dtype=x.dtype), x, w),
+    "addmm": lambda x, w: torch.addmm(torch.ones(9), x, w),
     "bmm": lambda x, w: torch.bmm(x[None], w[None])[0],
     "mv": lambda x, w: x @ w[:, 0],
     "sum": lambda x, w: (x[:, :, None] * w).sum(dim=1),
@@ -20,17 +20,11 @@ OPERATIONS = {
 }
 
 
-def factors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(shape, generator=generator) for shape in ((5, 300), (300, 9)))
-    return x.to(dtype), w.to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_noise_moves_the_last_bits_by_its_seed(name, dtype):
-    (x, w), compute = factors(dtype), OPERATIONS[name]
-    plain, eps = compute(x, w), torch.finfo(dtype).eps
+def test_noise_moves_the_last_bits_by_its_seed(name):
+    generator, compute = torch.Generator().manual_seed(0), OPERATIONS[name]
+    x, w = (torch.randn(shape, generator=generator) for shape in ((5, 300), (300, 9)))
+    plain, eps = compute(x, w), torch.finfo(torch.float32).eps
     with noisy(1):
         first, again = compute(x, w), compute(x, w)
     with noisy(2):

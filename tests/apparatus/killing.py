@@ -1,4 +1,4 @@
-"""Runs that are killed over and over, with nobody left to read their output; a script.
+"""Runs that are killed over and over, with nobody left to read their output.
 
 Every process is forked from one that has loaded everything, the workers of a launcher too, so that
 200 kills take minutes. A run that may be shared out resumes with another number of processes each
@@ -14,9 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
-from unittest import mock
 
 import torch
 from cells import Cell
@@ -27,10 +25,8 @@ from arbcli.base.run_files import checkpoints
 from arbcli.config.model import ModelConfig
 from arbcli.config.model_file import model_lines
 from arbcli.config.presets import preset
-from arbcli.training import sample
 from arbcli.training.parallel import launch
 from arbcli.training.record import METRICS
-from arbcli.training.trainer import Trainer
 
 STEPS = 24
 PLAN = f"--steps {STEPS} --save-every 7 --eval-every 5 --log-every 3 --device cpu"
@@ -162,6 +158,7 @@ def start(words: list[str], how: str, log: Path, prepare: Callable[[], None] = l
     pid = os.fork()
     if pid:
         return pid
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # and not those of pytest
     prepare()
     launch._start = lambda command, variables: Forked(
         command[command.index("arbcli") + 1 :], variables
@@ -315,36 +312,3 @@ def kill_runs(folder: Path, name: str, kills: int, seed: int) -> int:
         assert actual == expected, f"{run} differs from {whole}"
         number += 1
     return killed
-
-
-def main(place: str, kills: str, seed: str, *names: str) -> int:
-    """Kill runs of each kind so many times, and say what came of it; return how many kinds failed.
-
-    Args:
-        place: folder for all files, which stay.
-        kills: of each kind.
-        seed: of the random choices.
-        names: of `RUNS`; none are all.
-    """
-    torch.set_num_threads(1)
-    sample.SAMPLE_BYTES = 1
-    os.environ["XDG_CACHE_HOME"] = str(Path(place) / "cache")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else it complains of the fork
-    bad = 0
-    evaluate = Trainer.evaluate
-    with mock.patch.object(Trainer, "evaluate", lambda trainer: evaluate(trainer, 2)):
-        for name in names or RUNS:
-            if name == "tokens" and not find_spec("tokenizers"):
-                continue
-            began = time.monotonic()
-            try:
-                told = f"{kill_runs(Path(place) / name, name, int(kills), int(seed))} kills"
-            except AssertionError as error:
-                told, bad = f"BAD {error}", bad + 1
-            sys.stdout.write(f"{name}: {told}, {time.monotonic() - began:.0f} s\n")
-            sys.stdout.flush()
-    return bad
-
-
-if __name__ == "__main__":
-    sys.exit(bool(main(*sys.argv[1:])))

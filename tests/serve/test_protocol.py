@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -164,7 +163,7 @@ def test_signal_lets_running_texts_finish(saved, tmp_path):
     """Of a server that is forked before there are threads."""
     log, said = tmp_path / "log", re.compile(r":(\d+)\n")
     words = ["serve", str(saved().parent), "--port", "0", "--device", "cpu"]
-    server_id = start(words, "kept", log, lambda: setattr(sys, "stderr", os.fdopen(2, "w")))
+    server_id = start(words, "kept", log)
     try:
         wait_for(lambda: log.exists() and said.search(log.read_text()) is not None)
         begun = log.read_text()
