@@ -40,14 +40,6 @@ def read_all(text: Text) -> bytes:
     return text.read(0, len(text))
 
 
-def write_lines(folder: Path, num_files: int) -> list[str]:
-    """Write files of one line each, no two alike, and return the lines."""
-    lines = [f"line {i} of {num_files}\n" for i in range(num_files)]
-    for i, line in enumerate(lines):
-        write(folder / str(i % 3) / f"{i}.txt", line.encode())
-    return lines
-
-
 def lines_of(text: Text) -> list[str]:
     return read_all(text).decode().splitlines(keepends=True)
 
@@ -103,57 +95,42 @@ def test_batch_draws_every_window_alike(tmp_path):
     assert targets.max() == num_windows + context - 1
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        pytest.param(b"a" * 33, 0.0, id="constant"),
-        pytest.param(b"ab" * 33, math.log(2), id="two"),
-        pytest.param(bytes(range(256)) * 3, math.log(256), id="uniform"),
-        pytest.param(b"aaab", 0.25 * math.log(4) + 0.75 * math.log(4 / 3), id="skewed"),
-        pytest.param(b"", 0.0, id="empty"),
-    ],
-)
+@pytest.mark.parametrize(("content", "expected"), [
+    (b"a" * 33, 0.0), (b"ab" * 33, math.log(2)), (bytes(range(256)) * 3, math.log(256)),
+    (b"aaab", 0.25 * math.log(4) + 0.75 * math.log(4 / 3)), (b"", 0.0),
+])  # fmt: skip
 def test_entropy_equals_formula(tmp_path, content, expected):
     assert entropy(Text(write_all(tmp_path, [content]))) == pytest.approx(expected, abs=1e-12)
 
 
-def test_digest_reads_every_byte_below_the_threshold(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("size", "seen"), [(12, [*range(12)]), (21, [0, 1, 2, 3, 8, 9, 10, 11, 17, 18, 19, 20])]
+)
+def test_digest_reads_all_of_a_short_text_and_some_blocks_of_a_long_one(
+    size, seen, tmp_path, monkeypatch
+):
     monkeypatch.setattr(data, "BLOCK_BYTES", 4)
     monkeypatch.setattr(data, "MAX_BLOCKS", 3)
-    variants = [bytes(12), *(bytes(i) + b"x" + bytes(11 - i) for i in range(12))]
-    digests = {
-        digest(Text(write_all(tmp_path / str(i), [content]))) for i, content in enumerate(variants)
-    }
-    assert len(digests) == 13
+    contents = [bytes(size), *(bytes(i) + b"x" + bytes(size - 1 - i) for i in range(size))]
+    plain, *others = [digest(Text([path])) for path in write_all(tmp_path, contents)]
+    assert [i for i, other in enumerate(others) if other != plain] == seen
+    assert len({*others} - {plain}) == len(seen)
 
 
-def test_digest_samples_first_and_last_block_above_the_threshold(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "BLOCK_BYTES", 4)
-    monkeypatch.setattr(data, "MAX_BLOCKS", 3)
-    plain = digest(Text(write_all(tmp_path / "plain", [bytes(21)])))
-    seen = []
-    for i in range(21):
-        content = bytes(i) + b"x" + bytes(20 - i)
-        if digest(Text(write_all(tmp_path / str(i), [content]))) != plain:
-            seen.append(i)
-    assert seen == [0, 1, 2, 3, 8, 9, 10, 11, 17, 18, 19, 20]
-
-
-@pytest.mark.parametrize(("num_files", "num_val"), [(2, 1), (14, 1), (17, 2)])
-def test_open_texts_splits_files_into_disjoint_parts(tmp_path, num_files, num_val):
-    lines = write_lines(tmp_path, num_files)
-    texts = open_texts([str(tmp_path)], None, seed=0, context=1, split="files")
-    assert sorted(lines_of(texts.train) + lines_of(texts.val)) == sorted(lines)
-    assert texts.val.num_files == num_val
-
-
-def test_open_texts_splits_files_whatever_their_place(tmp_path):
-    write_lines(tmp_path / "here", 40)
-    write_lines(tmp_path / "there/deep", 40)
-    first = open_texts([str(tmp_path / "here")], None, seed=3, context=1)
-    second = open_texts([str(tmp_path / "there")], None, seed=3, context=1)
-    assert digest(first.train) == digest(second.train)
-    assert digest(first.val) == digest(second.val)
+@pytest.mark.parametrize(("num_files", "num_val"), [(2, 1), (14, 1), (17, 2), (40, 4)])
+def test_open_texts_splits_files_into_disjoint_parts_whatever_their_place(
+    tmp_path, num_files, num_val
+):
+    lines, digests = [f"line {i}\n" for i in range(num_files)], set()
+    for place in ("here", "there/deep"):
+        for i, line in enumerate(lines):
+            write(tmp_path / place / str(i % 3) / f"{i}.txt", line.encode())
+        entry = str(tmp_path / place.partition("/")[0])
+        texts = open_texts([entry], None, seed=3, context=1, split="files")
+        assert sorted(lines_of(texts.train) + lines_of(texts.val)) == sorted(lines)
+        assert texts.val.num_files == num_val
+        digests.add((digest(texts.train), digest(texts.val)))
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize(("context", "split"), [(9, "within"), (10, "files"), (11, "files")])
@@ -237,14 +214,10 @@ def test_file_that_has_become_shorter_is_named_and_not_touched(tmp_path, num_byt
         assert message_of(error) == f"`{path}` has become shorter since the text was opened"
 
 
-def mixture(tmp_path, **sizes: int) -> list[str]:
-    for name, size in sizes.items():
-        (tmp_path / name).write_bytes(name.encode() * size)
-    return [f"{tmp_path}/a:0.75", f"{tmp_path}/b:.25"]
-
-
 def test_mixture_draws_by_weight_and_never_across(tmp_path):
-    texts = open_texts(mixture(tmp_path, a=2000, b=90000), None, seed=0, context=8)
+    for name, size in (("a", 2000), ("b", 90000)):
+        write(tmp_path / name, name.encode() * size)
+    texts = open_texts([f"{tmp_path}/a:0.75", f"{tmp_path}/b:.25"], None, seed=0, context=8)
     about = {"batch_size": 4000, "context": 8, "device": "cpu"}
     for text in (texts.train, texts.val):
         inputs, targets = batch(text, seed=1, step=2, micro=0, **about)
@@ -257,16 +230,11 @@ def test_mixture_draws_by_weight_and_never_across(tmp_path):
     assert len(texts.val) == 9200
 
 
-def one(tmp_path, data: bytes) -> Text:
-    path = tmp_path / data.decode()
-    path.write_bytes(data)
-    return Text([path])
-
-
 def test_weights_are_part_of_the_digest(tmp_path):
-    a, b = one(tmp_path, b"abcd"), one(tmp_path, b"efghi")
+    paths = write_all(tmp_path, [b"abcd", b"efghi"])
+    a, b = (Text([path]) for path in paths)
     digests = {digest(Mixture([(a, 1.0), (b, weight)])) for weight in (1.0, 2.0)}
-    assert len(digests | {digest(Text([tmp_path / "abcd", tmp_path / "efghi"]))}) == 3
+    assert len(digests | {digest(Text(paths))}) == 3
 
 
 FILES = {

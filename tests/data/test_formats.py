@@ -248,11 +248,8 @@ def test_shard_has_the_windows_of_the_tokenised_text(
 
 def test_documents_of_a_shard_keep_their_end_token(tokenizer, tmp_path):
     end = tokenizer.special("<|im_end|>")
-    tokens = [
-        token
-        for document in DOCUMENTS_OF_TEXT
-        for token in (*tokenizer.encode(document.encode()), end)
-    ]
+    documents = [[*tokenizer.encode(text.encode()), end] for text in DOCUMENTS_OF_TEXT]
+    tokens = [token for document in documents for token in document]
     write_shard(tmp_path / "a.bin", tokens, 2, has_header=True)
     write_shard(tmp_path / "b.bin", tokens, 4, has_header=True)
     texts = [
