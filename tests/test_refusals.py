@@ -2,7 +2,6 @@
 
 import ast
 import errno
-import json
 import os
 import re
 from functools import cache
@@ -189,16 +188,6 @@ def test_export_that_cannot_be_written_leaves_nothing(saved, tmp_path, monkeypat
     (left / "other").touch()
     export(path, "hf", out=tmp_path / "model")
     assert "other" not in [path.name for path in tmp_path.rglob("*")]
-
-
-def test_run_without_its_dtype_is_refused(saved, tmp_path):
-    path = saved()
-    (tmp_path / "config.json").write_text(json.dumps({"config": {}}))
-    with pytest.raises(ArbError, match=r"no valid `config\.compute`: it is missing") as caught:
-        load_weights(path, print)
-    assert caught.value.hint == "give `--compute`"
-    (tmp_path / "config.json").write_text(json.dumps({"config": {"compute": "fp8"}}))
-    assert load_weights(path, print).compute == "fp8"
 
 
 def test_checkpoint_is_read_where_there_is_room_for_it_and_its_model(saved, monkeypatch):
