@@ -32,17 +32,13 @@ def test_field_is_set_in_the_parts_on_its_path(path, heads):
     assert values(changed, "rule") == values(HNET, "rule")
 
 
-def test_fields_that_need_each_other_are_set_together():
-    changed = change_fields(preset("tiny"), {"kv_heads": 3, "attention.heads": 6, "head_width": 32})
-    assert {(b.mixer.heads, b.mixer.kv_heads, b.mixer.head_width) for b in changed.main.blocks} == {
-        (6, 3, 32)
-    }
-
-
-def test_part_is_set_by_a_table_and_removed_by_none():
+def test_part_is_set_by_a_table_and_removed_by_none_and_fields_are_set_together():
     changed = change_fields(HNET, {"channel": {"kind": "experts", "experts": 3, "width": 8}})
     assert changed.main.blocks[0].channel.experts == 3
     assert change_fields(changed, {"blocks.0.channel": "none"}).main.blocks[0].channel is None
+    needed = {"kv_heads": 3, "attention.heads": 6, "head_width": 32}  # by each other
+    mixer = change_fields(preset("tiny"), needed).main.blocks[-1].mixer
+    assert (mixer.heads, mixer.kv_heads, mixer.head_width) == (6, 3, 32)
 
 
 @pytest.mark.parametrize(("path", "value", "says"), [

@@ -137,29 +137,15 @@ def logged_here(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, module)
 
 
-def needs(name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.usefixtures("logged_here")
+@pytest.mark.parametrize("name", LOGGERS)
+def test_package_has_the_logged_values_also_of_a_resumed_run(name, text, tmp_path):
     if importlib.util.find_spec(LOGGERS[name]) is None:
         pytest.skip(f"needs the package of `--log {name}`")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("logged_here")
-@pytest.mark.parametrize("name", LOGGERS)
-def test_package_has_the_logged_values(name, text, tmp_path):
-    needs(name)
     told = []
     train(text, tmp_path / "run", find_logger(name, told.append))
-    assert told == []
     assert {"val_loss", "trits/head"} <= READERS[name](tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("logged_here")
-@pytest.mark.parametrize("name", LOGGERS)
-def test_resumed_run_is_logged_to_the_same_run(name, text, tmp_path):
-    needs(name)
-    told = []
-    train(text, tmp_path / "run", find_logger(name, told.append))
     (tmp_path / "run" / "step-000003.safetensors").unlink()
     resume_run(tmp_path / "run", find_logger(name, told.append))
     assert told == []
