@@ -132,18 +132,6 @@ def test_assignment_sets_a_setting_or_a_field(assigned, expected):
     assert given_options(assignments=[assigned]) == expected
 
 
-@pytest.mark.parametrize(("given", "says"), [
-    (["steps"], "`steps` sets nothing"),
-    (["steps=a"], "`steps` is `a`"),
-    (["steps=3", "steps=4"], "`steps` is set twice"),
-    (["steps=3"], "`--set steps` does not combine with `--steps`"),
-    (["device=cpu"], "`--set device` does not combine with `--device`"),
-])  # fmt: skip
-def test_assignment_that_contradicts_or_sets_nothing_is_refused(given, says):
-    with pytest.raises(ArbError, match=says):
-        given_options(assignments=given, steps=5 if given == ["steps=3"] else None)
-
-
 CHOSEN = {
     "tokenizer": "tokenizer.json", "sound": "pcm16", "picture": "grey:64x48",
     "teacher": "runs/large", "data_format": "tokens16",

@@ -2,7 +2,6 @@
 
 import pytest
 
-from arbcli.base.errors import ArbError
 from arbcli.config.fields import change_fields
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
@@ -39,20 +38,3 @@ def test_part_is_set_by_a_table_and_removed_by_none_and_fields_are_set_together(
     needed = {"kv_heads": 3, "attention.heads": 6, "head_width": 32}  # by each other
     mixer = change_fields(preset("tiny"), needed).main.blocks[-1].mixer
     assert (mixer.heads, mixer.kv_heads, mixer.head_width) == (6, 3, 32)
-
-
-@pytest.mark.parametrize(("path", "value", "says"), [
-    ("bird", 1, "no setting is named `bird`"),
-    ("stages.2.heads", 1, "no setting is named `stages.2.heads`"),
-    ("mlp.heads", 1, "no setting is named `mlp.heads`"),
-    ("kind", "mlp", "no setting is named `kind`"),
-    ("contribution", 2.0, "`contribution` is 2.0"),
-    ("bound", "a", "`bound` is `a`"),
-    ("blocks", 3, "`blocks` is `3`"),
-    ("mixer", 3, "`mixer` is of the kind `None`"),
-    ("mixer.query_key_norm", "bird", "`query_key_norm` is `bird`"),
-])  # fmt: skip
-def test_field_that_no_part_has_or_a_wrong_value_is_refused(path, value, says):
-    with pytest.raises(ArbError, match=says) as caught:
-        change_fields(preset("tiny"), {path: value})
-    assert caught.value.hint

@@ -82,22 +82,6 @@ def test_settings_of_a_run_that_are_none_are_refused(config):
     assert "`config.json`" in caught.value.hint
 
 
-@pytest.mark.parametrize(("given", "says"), [
-    ({"top_k_experts": 3}, "`top_k_experts` only applies to experts, and the model has none"),
-    ({"top_k_experts": 5, "experts": 4}, "`top_k_experts` is 5 of 4 experts"),
-    ({"experts": 1}, "`top_k_experts` is 2 of 1 experts"),
-    ({"experts": 0}, "`experts` is 0"),
-    ({"shared_expert": True}, "`shared_expert` only applies to experts, and the model has none"),
-    ({"hash_layers": 1}, "`hash_layers` only applies to experts, and the model has none"),
-    ({"experts": 4, "moe_gate": "soft"}, "`moe_gate` is `soft`"),
-])  # fmt: skip
-def test_experts_that_cannot_be_are_refused(given, says):
-    with pytest.raises(ArbError, match=says) as caught:
-        preset("tiny", **given)
-    assert set(caught.value.fields) <= {"experts", "top_k_experts", *given}
-    assert caught.value.hint
-
-
 @pytest.mark.parametrize("name", SHORT_FORMS)
 def test_fields_that_were_saved_before_are_read_with_the_same_meaning(name):
     form, values = SHORT_FORMS[name]
