@@ -6,7 +6,6 @@ time.
 """
 
 import gzip
-import json
 import os
 import random
 import signal
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from cells import Cell
 from graph_parts import graph_config
+from made_runs import read_records
 
 from arbcli import cli
 from arbcli.base.run_files import checkpoints
@@ -26,7 +26,6 @@ from arbcli.config.model import ModelConfig
 from arbcli.config.model_file import model_lines
 from arbcli.config.presets import preset
 from arbcli.training.parallel import launch
-from arbcli.training.record import METRICS
 
 STEPS = 24
 PLAN = f"--steps {STEPS} --save-every 7 --eval-every 5 --log-every 3 --device cpu"
@@ -75,8 +74,6 @@ RUNS: dict[str, tuple[ModelConfig | None, str]] = {
     "samples": (dense(), f"{ALONE} --sample-every 4 --keep 1"),
 }  # fmt: skip
 """A model, unless options choose it, and options: the families of presets, rules, digits."""
-MEASURED = ("seconds", "bytes_per_second", "seconds_left", "mfu", "peak_bytes", "state_bytes")
-"""Fields of a record that differ from run to run, or with the number of processes."""
 KILLS_OF_A_RUN = 5
 SIGNALS = (signal.SIGKILL,) * 4 + (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 OUTPUTS = ("kept", "pipe", "full", "closed")
@@ -185,17 +182,6 @@ def processes_of(pid: int) -> list[int]:
     return [pid, *map(int, children)]
 
 
-def records(run: Path) -> list[dict]:
-    """Read the records of a run, without what differs from run to run.
-
-    Traffic is that of the last step of these processes: a record before their first has none.
-    """
-    entries = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
-    for record in entries:
-        record["gauges"].pop("wire", None)
-    return [{key: v for key, v in record.items() if key not in MEASURED} for record in entries]
-
-
 def contents(run: Path) -> dict[str, object]:
     """Hash the last and the best checkpoint of a run, if one is kept, and read its records.
 
@@ -206,7 +192,14 @@ def contents(run: Path) -> dict[str, object]:
     assert newest.name == f"step-{STEPS:06d}.safetensors", newest
     assert not [*run.glob(".*.tmp")], run
     files = {path.name: sha256(path.read_bytes()).hexdigest() for path in (newest, *best)}
-    return files | {"records": records(run)}
+    entries = [
+        {name: value for name, value in entry.items() if name != "state_bytes"}
+        for entry in read_records(run)
+    ]
+    for entry in entries:
+        # traffic is that of the last step of these processes: none before their first
+        entry["gauges"].pop("wire", None)
+    return files | {"records": entries}
 
 
 def options_of(name: str, folder: Path) -> list[str]:

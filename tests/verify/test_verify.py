@@ -11,7 +11,6 @@ import pytest
 import torch
 from checked import checked, has_one_layout
 
-from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime import native
@@ -86,12 +85,6 @@ def test_loops_in_c_are_verified_with_torch_where_there_are_any():
         assert [result.backend for result in results] == backends
     (alone,) = checked(["pack_trits"], T6, CPU, ["native"])
     assert (alone.backend, alone.passed) == ("native", True)
-
-
-def test_unknown_kernel_is_refused(device):
-    with pytest.raises(ArbError, match="no kernel is named `pack_trit`") as caught:
-        kernel_jobs(["pack_trit"], T6, device, ["torch"])
-    assert caught.value.hint.startswith("`pack_trits` or ")
 
 
 SLOW = {
