@@ -139,6 +139,8 @@ def test_failed_write_keeps_the_previous_file(path):
     assert "set `XDG_CACHE_HOME`" in told.value.hint
     assert read_cached(path) == CONTENT
     assert len(list(path.parent.iterdir())) == 2
+    with pytest.raises(ArbError, match="cannot write to the cache"):
+        write_cached(path / "below" / "file", [CONTENT])
 
 
 def test_file_is_on_the_disk_before_it_has_its_name(path, monkeypatch):

@@ -271,7 +271,10 @@ OFFERED = {
 def test_cases_for_which_something_further_is_compiled_run(cases, monkeypatch):
     offered, running = OFFERED[cases]
     assert chosen(monkeypatch, *offered) == running
-    compiled = CompiledCases(KERNELS[0])  # a case whose launcher reads results runs
+
+
+def test_a_case_whose_launcher_reads_results_runs():
+    compiled = CompiledCases(KERNELS[0])
     assert all(compiled.wants(lambda: torch.empty(0).item()) for _ in range(2))
 
 
