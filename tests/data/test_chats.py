@@ -138,17 +138,11 @@ def test_conversation_ends_where_its_model_says_and_remembers(
     template = ChatTemplate(CHATML, "", SPECIAL)
     wanted = template.render(chat("how are you", "fine", "you")["messages"], asks=True)
     assert tokenizer.decode(conversation.ask(b"you")) == wanted
-
-
-def test_system_message_comes_before_each_question(folder, tokenizer, tmp_path):
-    run = shutil.copytree(folder, tmp_path / "run")
-    model, path = SimpleNamespace(tokenizer=tokenizer), run / "step-000001.safetensors"
-    conversation = Conversation(model, path, "I am")
-    system = "<|im_start|>system\nI am<|im_end|>\n"
-    for text in ("you", "how"):
-        wanted = f"{system}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-        assert tokenizer.decode(conversation.ask_apart(text.encode())) == wanted
-    assert tokenizer.decode(conversation.ask(b"how")) == wanted
+    path = run / "step-000001.safetensors"
+    conversation = Conversation(model, path, "I am")  # which is said before each question
+    for text, ask in (("you", conversation.ask_apart), ("how", conversation.ask)):
+        wanted = f"<|im_start|>system\nI am<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n"
+        assert tokenizer.decode(ask(text.encode())) == f"{wanted}<|im_start|>assistant\n"
     with pytest.raises(ArbError, match="contains the special token"):
         Conversation(model, path, "<|im_end|>")
 

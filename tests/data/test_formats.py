@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from made_runs import TINY
 
 import arbcli
 from arbcli.base.errors import ArbError
@@ -184,8 +185,7 @@ def test_dataset_of_the_hub_is_named_exactly(tmp_path, monkeypatch):
 
 def test_run_of_stdin_is_resumed_from_the_cache(tmp_path, monkeypatch):
     pipe(PLAIN_TEXT, monkeypatch)
-    sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 8, "batch": 2, "steps": 2}
-    config = arbcli.configure(data=("-",), device="cpu", backend="torch", **sizes)
+    config = arbcli.configure(data=("-",), **TINY, backend="torch", steps=2)
     arbcli.train(config, out=tmp_path / "run")
     (path,) = read_facts(tmp_path / "run")["text"]["paths"]["data"]
     assert Path(path).parent == texts_folder()
@@ -282,11 +282,8 @@ def test_run_of_shards_is_trained_resumed_and_evaluated(tokenizer, tmp_path):
     for name in ("train.bin", "val.bin"):
         write_shard(tmp_path / name, tokens, 2, has_header=False)
     data = {"data": (str(tmp_path / "train.bin"),), "val": (str(tmp_path / "val.bin"),)}
-    sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 8, "batch": 2, "steps": 2}
-    place = {"device": "cpu", "backend": "torch", "tokenizer": tokenizer.name}
-    of_tokens = {"data_format": "tokens16"}
-    config = arbcli.configure(**data, **sizes, **place, **of_tokens)
-    arbcli.train(config, out=tmp_path / "run")
+    about = TINY | data | {"steps": 2, "backend": "torch", "data_format": "tokens16"}
+    arbcli.train(arbcli.configure(**about, tokenizer=tokenizer.name), out=tmp_path / "run")
     facts = read_facts(tmp_path / "run")
     assert facts["text"]["train_bytes"] == len(PLAIN_TEXT)
     assert arbcli.resume(tmp_path / "run", steps=3).steps == 3
@@ -296,9 +293,8 @@ def test_run_of_shards_is_trained_resumed_and_evaluated(tokenizer, tmp_path):
     plain = arbcli.evaluate(model, [str(tmp_path / "a.txt")], batch=99)
     assert shard.nats_per_byte == plain.nats_per_byte
     assert (shard.tokens, shard.bytes) == (plain.tokens, plain.bytes)
-    of_bytes = arbcli.configure(**data, **sizes, device="cpu", backend="torch", **of_tokens)
     with pytest.raises(ArbError, match="the model reads bytes"):
-        arbcli.train(of_bytes, out=tmp_path / "other")
+        arbcli.train(arbcli.configure(**about), out=tmp_path / "other")
     (tmp_path / "train.bin").write_bytes((tmp_path / "train.bin").read_bytes()[:-2] + b"\1\0")
     with pytest.raises(ArbError, match="the text is not the one"):
         arbcli.resume(tmp_path / "run", steps=4)

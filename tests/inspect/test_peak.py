@@ -22,7 +22,7 @@ from arbcli.families.media.config import CompositeConfig
 from arbcli.inspect import peak
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.ranks import share_out
-from arbcli.inspect.trace import LiveTensors, no_memory
+from arbcli.inspect.trace import MARK, LiveTensors, no_compiler, no_memory
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.layers.rotary import fresh_tables
@@ -278,3 +278,17 @@ def test_process_of_several_is_predicted_to_hold_its_share():
     # the difference is of keys and counters
     assert report.state_bytes == pytest.approx(shares[1].state_bytes, abs=2000)
     assert abs(shares[0].state_bytes - shares[1].state_bytes) > 4000
+
+
+def test_functions_that_torch_keeps_from_its_compiler_run_without_it(monkeypatch):
+    """Else a prediction imports the compiler, for a second: torch's `_disable_dynamo` differs."""
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+
+    def function() -> bool:
+        return "torch._dynamo" in sys.modules
+
+    kept_out, version = torch._disable_dynamo(function), f"torch {torch.__version__}"
+    with no_compiler():
+        assert getattr(function, MARK, None) is function, version
+        assert not kept_out(), version
+    assert not hasattr(function, MARK)
