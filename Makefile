@@ -14,10 +14,7 @@ KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/gen
 	tests/nn tests/inspect
 # what is slow and rarely tells what the others do not
 TESTS := -m "not slow"
-# seed of noise in the last bits of floats, with which tests of models then run
-NOISE ?=
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(TESTS) \
-	$(if $(NOISE),-p tests.noise --noise-seed $(NOISE) --noise-models)
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(TESTS)
 
 # what is imported is compiled once, and not by each process
 unexport PYTHONDONTWRITEBYTECODE

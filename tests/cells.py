@@ -141,9 +141,7 @@ def each_cell(cells: list[Cell] = COVER, quick: list[Cell] = QUICK) -> pytest.Ma
         "cell",
         [
             pytest.param(
-                cell,
-                id="-".join(map(str, cell)),
-                marks=() if cell in quick else pytest.mark.slow,
+                cell, id="-".join(map(str, cell)), marks=() if cell in quick else pytest.mark.slow
             )
             for cell in cells
         ],

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import json
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -105,17 +107,11 @@ def own_cache(monkeypatch, tmp_path) -> None:
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory) -> Path:
     """Directory of a run of four steps, all of which are saved, next to its text; for reading."""
-    from arbcli.training.configure import new_config
-    from arbcli.training.observer import Observer
-    from arbcli.training.run import start_run
+    from made_runs import train
 
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "text.txt").write_bytes(b"ternary weights learn to read. " * 100)
-    sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
     saves = {"steps": 4, "save_every": 1, "eval_every": 1, "keep": 9, "keep_best": True}
-    config = new_config(**sizes, **saves, device="cpu", data=[str(folder / "text.txt")])
-    start_run(config, folder / "run", Observer())
-    return folder / "run"
+    text = b"ternary weights learn to read. " * 100
+    return train(tmp_path_factory.mktemp("finished"), text, **saves)
 
 
 @pytest.fixture(scope="session")
@@ -271,5 +267,31 @@ def arb_here(capfd, monkeypatch):
             main()
         stdout, stderr = capfd.readouterr()
         return CompletedProcess(arguments, stopped.value.code, stdout, stderr)
+
+    return run
+
+
+@pytest.fixture
+def arb_json(arb_here) -> Callable[..., Any]:
+    """Run a command of `arb` that succeeds, and return what it writes as JSON."""
+
+    def run(*arguments: str) -> Any:
+        done = arb_here(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.fixture
+def arb_error(arb_here) -> Callable[..., str]:
+    """Run a command of `arb` that is refused; return the lines of its error and of its hint."""
+
+    def run(*arguments: str) -> str:
+        done = arb_here(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        error, hint = done.stderr.splitlines()
+        assert (error[:7], hint[:6]) == ("error: ", "hint: ")
+        return done.stderr
 
     return run

@@ -1,4 +1,4 @@
-"""Directories of runs without checkpoints, for what reads configurations and records alone."""
+"""Runs of tiny models, and directories without checkpoints, of configurations and records."""
 
 import dataclasses
 import json
@@ -8,6 +8,22 @@ from arbcli.config.presets import preset
 from arbcli.config.training import TrainConfig, train_config_dict
 from arbcli.model.checkpoint import Checkpoint
 from arbcli.model.language_model import LanguageModel
+
+TINY = {
+    "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "device": "cpu",
+}  # fmt: skip
+
+
+def train(folder: Path, text: bytes, **settings) -> Path:
+    """Train a tiny model on a text that is written to a folder, and return the run next to it."""
+    from arbcli.training.configure import new_config
+    from arbcli.training.observer import Observer
+    from arbcli.training.run import start_run
+
+    (folder / "text.txt").write_bytes(text)
+    config = new_config(**TINY | {"data": [str(folder / "text.txt")]} | settings)
+    start_run(config, folder / "run", Observer())
+    return folder / "run"
 
 
 def record(step: int, loss: float, val_loss: float | None = None, **others) -> dict:

@@ -14,41 +14,16 @@ from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import RUN_SETTINGS
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
-HEAD = """# Settings
-
-This page lists every setting of a model and of a run. For example, `arb train --ctx 512`, or in a
-file for `--config`:
-
-```toml
-[model]
-ctx = 512
-```
-
-Each row is a field of a configuration. Its option belongs to `arb train`, and to the other commands
-that use the field. Its name in a file is at the top level or below `[model]`. Options override the
-file, and `arb train --print-config` prints all settings of a run as such a file.
-
-- `--preset`, `--model` and `--attention` choose a whole model or a kind of block:
-  [commands.md](commands.md#arb-train).
-- `--set FIELD=VALUE` sets any of them, and any field of a part: `--set lr=0.5`,
-  `--set attention.window=64`. `--help` lists the common options, `--help-all` all of them.
-- A file may also name a field by its option, with `_` for `-`. `config.json` and `--print-config`
-  have the fields `digits` and `direction` for the values of `--weights` and `--optimizer`.
-
-`python tests/settings_page.py` writes this page from the declarations of the fields.
-"""
 
 
 def page() -> str:
-    """Write the page."""
-    return HEAD + "".join(f"\n## {group}\n\n{_table(group)}" for group in GROUPS if _table(group))
+    """Write the page: its first section stays as it is."""
+    head, _, _ = PAGE.read_text(encoding="utf-8").partition("\n## ")
+    return head + "".join(f"\n## {group}\n\n{_table(group)}" for group in GROUPS if _table(group))
 
 
 def _table(group: str) -> str:
-    rows = [
-        *_rows(group, MODEL_SETTINGS, "`[model]` "),
-        *_rows(group, RUN_SETTINGS, ""),
-    ]
+    rows = [*_rows(group, MODEL_SETTINGS, "`[model]` "), *_rows(group, RUN_SETTINGS, "")]
     head = "| option | in a file | values | default | |\n|---|---|---|---|---|\n"
     return head + "".join(rows) if rows else ""
 

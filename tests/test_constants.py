@@ -4,67 +4,64 @@ Where model, kernels and their references share a constant, a wrong one is wrong
 So each is written a second time here. To change one is to change the format, or what is learnt.
 """
 
+from importlib import import_module
+
 import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.families.experts import mixture as experts
-from arbcli.families.graph import edges, memgram, moe_graph, router, sequencer
-from arbcli.families.latent import attention as latent_attention
-from arbcli.families.nvfp4.kernels import round_nvfp4
-from arbcli.families.streams.kernels import stream_weights
-from arbcli.families.votes.kernels import cast_votes
-from arbcli.kernels.codec import packed, packing
-from arbcli.kernels.matmul import quantise_rows
-from arbcli.kernels.update import (
-    blend_moment,
-    direction,
-    gradient_gains,
-    hadamard,
-    quantise_gradient,
-    random_bits,
-    step_scales,
-    step_trits,
-)
-from arbcli.model import initial, language_model, ngrams, step_parameters
-from arbcli.model.layers import norm, table
-from arbcli.model.optimizers import newton_schulz as iterations
-from arbcli.model.rules import DIRECTION, LR, RULES, base, find_rule, moment
-from arbcli.training import float_optimizer
+from arbcli.kernels.codec import packing
+from arbcli.model import language_model
+from arbcli.model.rules import DIRECTION, LR, RULES, find_rule
 
 CONSTANTS = {
-    packing: {"TRITS_PER_BYTE": 5, "PLANE": 32, "BLOCK": 160, "LARGEST_BYTE": 242},
-    stream_weights: {"ROUNDS": 20, "SHIFT": 2.0, "LIMIT": 16.0, "SLACK": 2.0**-21},
-    round_nvfp4: {"BLOCK": 16, "OCTAVE": 10, "SIXTH": 1 / 6, "LARGEST_SCALE": 448.0},
-    ngrams: {"KEY_ORDER": 3, "KEY_BITS": 31, "HISTORY": 5},
-    packed: {"OCTAVE": 128, "LOWEST_EXPONENT": -96, "HIGHEST_EXPONENT": 31},
-    quantise_rows: {"LARGEST_OCTAVE": 7}, random_bits: {"GOLDEN": 2654435769},
-    direction: {"UNIT": 65536}, blend_moment: {"DIRECTION_LIMIT": 32 * 65536},
-    cast_votes: {"SCALE_THRESHOLD": 4},
-    gradient_gains: {"UNSET": -128, "LOWEST": -16256, "HIGHEST": 16383, "FLOOR": 2.0**-120},
-    quantise_gradient: {"NONE": -128, "NOT_FINITE": 127, "LOWEST": -100, "HIGHEST": 100,
-        "LARGEST_OF_PLANES": 2047, },
-    hadamard: {"LARGEST_BLOCK": 64},
-    step_scales: {"CLIP": 3 * 65536, "LOWEST": -12288, "HIGHEST": 4095},
-    step_trits: {"CLIP": 4 * 65536, "LARGEST_GAIN": 8388608, "LARGEST_DECAY": 2097152},
-    iterations: {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "STEPS": 5, "RUNS": (3, 2)},
-    initial: {"REFERENCE_WIDTH": 384, "HEAD": 0.25},
-    base: {"STEP_CLIP": 4, "STEP_OF_RADIX": 0.0625, "SCALE_STEP": 4, "NUM_STREAMS": 5,
+    "kernels.codec.packing": {"TRITS_PER_BYTE": 5, "PLANE": 32, "BLOCK": 160, "LARGEST_BYTE": 242},
+    "families.streams.kernels.stream_weights": {"ROUNDS": 20, "SHIFT": 2.0, "LIMIT": 16.0,
+        "SLACK": 2.0**-21},
+    "families.nvfp4.kernels.round_nvfp4": {"BLOCK": 16, "OCTAVE": 10, "SIXTH": 1 / 6,
+        "LARGEST_SCALE": 448.0},
+    "model.ngrams": {"KEY_ORDER": 3, "KEY_BITS": 31, "HISTORY": 5},
+    "kernels.codec.packed": {"OCTAVE": 128, "LOWEST_EXPONENT": -96, "HIGHEST_EXPONENT": 31},
+    "kernels.matmul.quantise_rows": {"LARGEST_OCTAVE": 7},
+    "kernels.update.random_bits": {"GOLDEN": 2654435769},
+    "kernels.update.direction": {"UNIT": 65536},
+    "kernels.update.blend_moment": {"DIRECTION_LIMIT": 32 * 65536},
+    "families.votes.kernels.cast_votes": {"SCALE_THRESHOLD": 4},
+    "kernels.update.gradient_gains": {"UNSET": -128, "LOWEST": -16256, "HIGHEST": 16383,
+        "FLOOR": 2.0**-120},
+    "kernels.update.quantise_gradient": {"NONE": -128, "NOT_FINITE": 127, "LOWEST": -100,
+        "HIGHEST": 100,
+        "LARGEST_OF_PLANES": 2047},
+    "kernels.update.hadamard": {"LARGEST_BLOCK": 64},
+    "kernels.update.step_scales": {"CLIP": 3 * 65536, "LOWEST": -12288, "HIGHEST": 4095},
+    "kernels.update.step_trits": {"CLIP": 4 * 65536, "LARGEST_GAIN": 8388608,
+        "LARGEST_DECAY": 2097152},
+    "model.optimizers.newton_schulz": {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "STEPS": 5,
+        "RUNS": (3, 2)},
+    "model.initial": {"REFERENCE_WIDTH": 384, "HEAD": 0.25},
+    "model.rules.base": {"STEP_CLIP": 4, "STEP_OF_RADIX": 0.0625, "SCALE_STEP": 4, "NUM_STREAMS": 5,
         "DECAY_OF_LR": 0.0078125},
-    moment: {"BETA": 0.9}, step_parameters: {"ROW_CLIP": 2},
-    float_optimizer: {"BETAS": (0.9, 0.95), "CLIP_NORM": 1.0,
-        "MOMENTUM": 0.95, "NEWTON_SCHULZ": (3.4445, -4.7750, 2.0315), "NEWTON_SCHULZ_STEPS": 5, },
-    norm: {"NORM_EPS": 1e-6}, table: {"SPARSE_SPREAD": 0.2, "MOST_USES": 127},
-    latent_attention: {"SHARPNESS": 2.0}, experts: {"BALANCE_UNIT": 0.125, "MOST_BALANCE": 127},
-    router: {"ROUTER_BIAS": 3.0}, edges: {"MOST": 127, "NEW_SCORE": 16, "NEW_SIGN": 64},
-    sequencer: {"ORDERS": (2, 3, 4)}, memgram: {"ORDER": 6, "MOST": 127},
-    moe_graph: {"HALT_AT": 0.99, "HALT_BIAS": -1.0, "HALT_PRIOR": 0.25, "KEEP": 0.95},
+    "model.rules.moment": {"BETA": 0.9},
+    "model.step_parameters": {"ROW_CLIP": 2},
+    "training.float_optimizer": {"BETAS": (0.9, 0.95), "CLIP_NORM": 1.0,
+        "MOMENTUM": 0.95, "NEWTON_SCHULZ": (3.4445, -4.7750, 2.0315), "NEWTON_SCHULZ_STEPS": 5},
+    "model.layers.norm": {"NORM_EPS": 1e-6},
+    "model.layers.table": {"SPARSE_SPREAD": 0.2, "MOST_USES": 127},
+    "families.latent.attention": {"SHARPNESS": 2.0},
+    "families.experts.mixture": {"BALANCE_UNIT": 0.125, "MOST_BALANCE": 127},
+    "families.graph.router": {"ROUTER_BIAS": 3.0},
+    "families.graph.edges": {"MOST": 127, "NEW_SCORE": 16, "NEW_SIGN": 64},
+    "families.graph.sequencer": {"ORDERS": (2, 3, 4)},
+    "families.graph.memgram": {"ORDER": 6, "MOST": 127},
+    "families.graph.moe_graph": {"HALT_AT": 0.99, "HALT_BIAS": -1.0, "HALT_PRIOR": 0.25,
+        "KEEP": 0.95},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("module", CONSTANTS, ids=lambda module: module.__name__)
-def test_constants_are_pinned(module):
-    assert {name: getattr(module, name) for name in CONSTANTS[module]} == CONSTANTS[module]
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_are_pinned(name):
+    values = vars(import_module(f"arbcli.{name}"))
+    assert CONSTANTS[name].items() <= values.items()
 
 
 def test_rules_are_pinned():

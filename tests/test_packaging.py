@@ -118,13 +118,6 @@ def test_installed_wheel_runs(wheel, tmp_path):
             run, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
         )
         assert said in done.stdout
-    code = "import arbcli; print(arbcli.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = [sys.executable, "-c", "import arbcli; print(arbcli.__file__)"]
+    done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).is_relative_to(place)

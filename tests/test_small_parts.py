@@ -1,49 +1,34 @@
 """Small parts that commands call: what each says or counts, in all of its cases."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from graph_parts import graph_config
 
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import COMPANIONS
+from arbcli.config.fields import change_fields
 from arbcli.config.presets import preset
 from arbcli.data.chat_template import TEMPLATE, ChatTemplate, keep_template
 from arbcli.data.special_tokens import MAP, SETTINGS, special_tokens
-from arbcli.families.experts.config import ExpertsConfig
-from arbcli.families.mamba.config import MambaConfig
 from arbcli.generation.load import load_model
 from arbcli.inspect.saved import open_saved
 from arbcli.interop.huggingface.dense import shape_of
 
 
-def set_main(**changes: object):
-    config = preset("tiny", layers=2)
-    return replace(config, stages=(replace(config.main, **changes),))
-
-
-def first_block(**changes: object):
-    config = preset("tiny", layers=2)
-    one, other = config.main.blocks
-    return set_main(blocks=(replace(one, **changes), other))
-
-
 def test_model_of_another_kind_has_no_shape():
     config = preset("tiny", layers=2)
-    block = config.main.blocks[0]
     assert shape_of(config) is not None
-    narrow = replace(block, mixer=replace(block.mixer, window=3))
-    assert shape_of(set_main(blocks=(narrow, block))).windows == (3, None)
-    for other in (
-        preset("hnet-tiny"), graph_config(), preset("tiny", streams=2),
-        set_main(contribution=0.5), first_block(channel=None), first_block(mixer=None),
-        set_main(blocks=(replace(block, channel=None),) * 2),
-        set_main(blocks=(replace(block, mixer=MambaConfig(heads=4)),) * 2),
-        set_main(blocks=(replace(block, channel=ExpertsConfig(experts=4, width=7)),) * 2),
-        set_main(blocks=(replace(block, mixer=replace(block.mixer, sub_norm=False)),) * 2),
-    ):  # fmt: skip
+    narrow = change_fields(config, {"blocks.0.mixer.window": 3})
+    assert shape_of(narrow).windows == (3, None)
+    for other in (preset("hnet-tiny"), graph_config(), preset("tiny", streams=2)):
         assert shape_of(other) is None
+    for field, value in (
+        ("contribution", 0.5), ("blocks.0.channel", "none"), ("blocks.0.mixer", "none"),
+        ("channel", "none"), ("mixer", {"kind": "mamba", "heads": 4}),
+        ("channel", {"kind": "experts", "experts": 4, "width": 7}), ("mixer.sub_norm", False),
+    ):  # fmt: skip
+        assert shape_of(change_fields(config, {field: value})) is None, field
 
 
 def test_matrices_of_a_model_without_a_shape_have_its_own_names(saved, small_graph):

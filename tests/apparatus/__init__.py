@@ -5,8 +5,7 @@
 - `interpreter` makes Triton's interpreter fast enough for tests, and lets it refuse what a GPU does
   not forgive: an address outside of the arguments, a store that another thread may meet too early.
 - `graphs` records and replays operations of torch as a CUDA graph does, without a GPU.
-- `killing` kills runs over and over, and compares what is left with an undisturbed run. It is a
-  script; `test_kills.py` runs a little of it.
+- `killing` kills runs over and over, and compares what is left with an undisturbed run.
 
 A new apparatus has to find what no test finds without it. One that takes a page to explain, or that
 repeats what a GPU or a user would see at once, does not belong here.

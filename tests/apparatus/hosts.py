@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +58,6 @@ class Machines:
                 enter_namespace(self.spaces[name], name)
                 os.chdir(self.home(name))
                 os.environ |= environment
-                sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest has its own
 
             log = self.folder / f"{name}{local}.log"
             log.unlink(missing_ok=True)

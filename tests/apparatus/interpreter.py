@@ -28,8 +28,6 @@ def quicken() -> None:
     interpret_faster()
     _describe_types_once()
     _leave_alike_shapes_alone()
-    _take_alike_types_as_they_are()
-    _cast_arrays()
     _operate_on_arrays()
 
 
@@ -92,8 +90,6 @@ ARRAYS = {
     "int1": np.bool_, "int32": np.int32, "int64": np.int64, "uint32": np.uint32, "fp32": np.float32,
 }  # fmt: skip
 """Types that numpy computes with as a GPU does."""
-CAST = {*ARRAYS} - {"uint32"}
-CAST_TO = CAST - {"int1"}
 LEAST = {"int32": -(2**31), "int64": -(2**63), "uint32": 0}
 MOST = {"int32": 2**31, "int64": 2**63, "uint32": 2**32}
 OPERATORS = {
@@ -124,41 +120,6 @@ def _number(value: object, kind: language.dtype) -> np.ndarray | None:
     if name == "fp32" and (of is int or (of is float and abs(value) < 1e38)):
         return np.array((value,), np.float32)
     return None
-
-
-def _take_alike_types_as_they_are() -> None:
-    semantic, tensor = type(interpreter.interpreter_semantic), language.core.tensor
-    check = semantic.binary_op_type_checking_impl
-
-    @wraps(check)
-    def check_others(self, lhs, rhs, *how, **named):
-        if type(lhs) is tensor and lhs.dtype.name in ARRAYS:
-            if type(rhs) is tensor:
-                if rhs.dtype.name == lhs.dtype.name:
-                    return self.broadcast_impl_value(lhs, rhs)
-            elif (data := _number(rhs, lhs.dtype)) is not None:
-                return self.broadcast_impl_value(lhs, tensor(_handle(data, lhs.dtype), lhs.dtype))
-        return check(self, lhs, rhs, *how, **named)
-
-    semantic.binary_op_type_checking_impl = check_others
-
-
-def _cast_arrays() -> None:
-    """Types that numpy casts alike; not those to a boolean, and not those of a sign alone."""
-    semantic, tensor = type(interpreter.interpreter_semantic), language.core.tensor
-    cast, block = semantic.cast, _blocks()
-
-    @wraps(cast)
-    def cast_directly(self, value, kind, rounding=None):
-        of, into = value.dtype, kind.scalar
-        if of is into:
-            return value
-        if rounding is not None or of.name not in CAST or into.name not in CAST_TO:
-            return cast(self, value, kind, rounding)
-        data = value.handle.data.astype(ARRAYS[into.name])
-        return tensor(_handle(data, into), block(into, data) if value.type.is_block() else into)
-
-    semantic.cast = cast_directly
 
 
 def _blocks() -> Callable[[language.dtype, np.ndarray], object]:

@@ -1,4 +1,4 @@
-"""Runs that are killed over and over, with nobody left to read their output; a script.
+"""Runs that are killed over and over, with nobody left to read their output.
 
 Every process is forked from one that has loaded everything, the workers of a launcher too, so that
 200 kills take minutes. A run that may be shared out resumes with another number of processes each
@@ -6,7 +6,6 @@ time.
 """
 
 import gzip
-import json
 import os
 import random
 import signal
@@ -14,23 +13,19 @@ import sys
 import time
 from collections.abc import Callable
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
-from unittest import mock
 
 import torch
 from cells import Cell
 from graph_parts import graph_config
+from made_runs import read_records
 
 from arbcli import cli
 from arbcli.base.run_files import checkpoints
 from arbcli.config.model import ModelConfig
 from arbcli.config.model_file import model_lines
 from arbcli.config.presets import preset
-from arbcli.training import sample
 from arbcli.training.parallel import launch
-from arbcli.training.record import METRICS
-from arbcli.training.trainer import Trainer
 
 STEPS = 24
 PLAN = f"--steps {STEPS} --save-every 7 --eval-every 5 --log-every 3 --device cpu"
@@ -79,8 +74,6 @@ RUNS: dict[str, tuple[ModelConfig | None, str]] = {
     "samples": (dense(), f"{ALONE} --sample-every 4 --keep 1"),
 }  # fmt: skip
 """A model, unless options choose it, and options: the families of presets, rules, digits."""
-MEASURED = ("seconds", "bytes_per_second", "seconds_left", "mfu", "peak_bytes", "state_bytes")
-"""Fields of a record that differ from run to run, or with the number of processes."""
 KILLS_OF_A_RUN = 5
 SIGNALS = (signal.SIGKILL,) * 4 + (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 OUTPUTS = ("kept", "pipe", "full", "closed")
@@ -162,6 +155,7 @@ def start(words: list[str], how: str, log: Path, prepare: Callable[[], None] = l
     pid = os.fork()
     if pid:
         return pid
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # and not those of pytest
     prepare()
     launch._start = lambda command, variables: Forked(
         command[command.index("arbcli") + 1 :], variables
@@ -188,17 +182,6 @@ def processes_of(pid: int) -> list[int]:
     return [pid, *map(int, children)]
 
 
-def records(run: Path) -> list[dict]:
-    """Read the records of a run, without what differs from run to run.
-
-    Traffic is that of the last step of these processes: a record before their first has none.
-    """
-    entries = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
-    for record in entries:
-        record["gauges"].pop("wire", None)
-    return [{key: v for key, v in record.items() if key not in MEASURED} for record in entries]
-
-
 def contents(run: Path) -> dict[str, object]:
     """Hash the last and the best checkpoint of a run, if one is kept, and read its records.
 
@@ -209,7 +192,14 @@ def contents(run: Path) -> dict[str, object]:
     assert newest.name == f"step-{STEPS:06d}.safetensors", newest
     assert not [*run.glob(".*.tmp")], run
     files = {path.name: sha256(path.read_bytes()).hexdigest() for path in (newest, *best)}
-    return files | {"records": records(run)}
+    entries = [
+        {name: value for name, value in entry.items() if name != "state_bytes"}
+        for entry in read_records(run)
+    ]
+    for entry in entries:
+        # traffic is that of the last step of these processes: none before their first
+        entry["gauges"].pop("wire", None)
+    return files | {"records": entries}
 
 
 def options_of(name: str, folder: Path) -> list[str]:
@@ -242,10 +232,7 @@ def write_tokenizer(path: Path, special: tuple[str, ...] = (), text: str = TEXT.
     trained.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=270,
-        initial_alphabet=alphabet,
-        show_progress=False,
-        special_tokens=[*special],
+        vocab_size=270, initial_alphabet=alphabet, show_progress=False, special_tokens=[*special]
     )
     trained.train_from_iterator([text], trainer)
     trained.save(str(path))
@@ -318,36 +305,3 @@ def kill_runs(folder: Path, name: str, kills: int, seed: int) -> int:
         assert actual == expected, f"{run} differs from {whole}"
         number += 1
     return killed
-
-
-def main(place: str, kills: str, seed: str, *names: str) -> int:
-    """Kill runs of each kind so many times, and say what came of it; return how many kinds failed.
-
-    Args:
-        place: folder for all files, which stay.
-        kills: of each kind.
-        seed: of the random choices.
-        names: of `RUNS`; none are all.
-    """
-    torch.set_num_threads(1)
-    sample.SAMPLE_BYTES = 1
-    os.environ["XDG_CACHE_HOME"] = str(Path(place) / "cache")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else it complains of the fork
-    bad = 0
-    evaluate = Trainer.evaluate
-    with mock.patch.object(Trainer, "evaluate", lambda trainer: evaluate(trainer, 2)):
-        for name in names or RUNS:
-            if name == "tokens" and not find_spec("tokenizers"):
-                continue
-            began = time.monotonic()
-            try:
-                told = f"{kill_runs(Path(place) / name, name, int(kills), int(seed))} kills"
-            except AssertionError as error:
-                told, bad = f"BAD {error}", bad + 1
-            sys.stdout.write(f"{name}: {told}, {time.monotonic() - began:.0f} s\n")
-            sys.stdout.flush()
-    return bad
-
-
-if __name__ == "__main__":
-    sys.exit(bool(main(*sys.argv[1:])))

@@ -51,16 +51,6 @@ def owned_by_another(path: Path, monkeypatch) -> None:
         monkeypatch.setattr(os, name, seen_by(getattr(os, name)))
 
 
-def test_file_that_was_written_is_intact_and_of_this_user_alone(path):
-    assert is_cached(path)
-    assert read_cached(path) == CONTENT
-    assert sorted(file.name for file in path.parent.iterdir()) == ["file", "file.sha256"]
-    for folder in (path.parent, cache_folder()):
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    for file in path.parent.iterdir():
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-
-
 DAMAGE = {
     "missing": lambda path, digest: path.unlink(),
     "without a digest": lambda path, digest: digest.unlink(),
@@ -109,11 +99,16 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_user_without_a_home_caches_in_an_own_temporary_folder(folder):
-    write_cached(cache_folder() / "file", [CONTENT])
+    path = cache_folder() / "file"
+    write_cached(path, [CONTENT])
     assert own_folder("modules") == folder / "modules"
+    assert is_cached(path)
     assert read_cached(folder / "file") == CONTENT
-    for path in (folder, folder / "modules"):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    for made in (folder, folder / "modules"):
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    assert sorted(file.name for file in folder.iterdir()) == ["file", "file.sha256", "modules"]
+    for file in (folder / "file", folder / "file.sha256"):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert not Path("~").exists()
 
 
@@ -144,6 +139,8 @@ def test_failed_write_keeps_the_previous_file(path):
     assert "set `XDG_CACHE_HOME`" in told.value.hint
     assert read_cached(path) == CONTENT
     assert len(list(path.parent.iterdir())) == 2
+    with pytest.raises(ArbError, match="cannot write to the cache"):
+        write_cached(path / "below" / "file", [CONTENT])
 
 
 def test_file_is_on_the_disk_before_it_has_its_name(path, monkeypatch):

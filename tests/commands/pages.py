@@ -5,14 +5,14 @@ committed; `test_options.py` compares. A figure in the wrong place, or in anothe
 """
 
 import contextlib
-import dataclasses
 import io
 import itertools
 import sys
-import types
 import typing
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace, UnionType
 from unittest import mock
 
 from rich.console import Group
@@ -63,7 +63,7 @@ def filled(kind: typing.Any, /, **fields: typing.Any) -> typing.Any:
 
 
 def _filled(kind: typing.Any, numbers: Iterator[int], fields: dict[str, typing.Any]) -> typing.Any:
-    if typing.get_origin(kind) is types.UnionType:
+    if typing.get_origin(kind) is UnionType:
         kind = typing.get_args(kind)[0]
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple and inner[-1] is not ...:
@@ -75,7 +75,7 @@ def _filled(kind: typing.Any, numbers: Iterator[int], fields: dict[str, typing.A
         return dict(pairs)
     if kind is ModelConfig:
         return preset("tiny")
-    if dataclasses.is_dataclass(kind):
+    if is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         given = {name: fields[name] for name in hints if name in fields}
         made = {name: _filled(hints[name], numbers, fields) for name in hints if name not in given}
@@ -105,25 +105,25 @@ def _shown_by_train(*, quiet: bool = False) -> str:
         ("alive_codes", "alive_knowledge", "fullest_expert", "edges", "chunk_length",
          "chunk_length_2", "joined", "wire", "another"), 1,
     )}  # fmt: skip
-    evaluated = dataclasses.replace(record, gauges=gauges)
-    on_the_way = dataclasses.replace(
+    evaluated = replace(record, gauges=gauges)
+    on_the_way = replace(
         record, val_loss=None, sample=None, mfu=None, flip_share=None, gauges={"edges": 0.5}
     )
-    report = dataclasses.replace(filled(TrainReport), stopped_by=None)
-    twin = dataclasses.replace(report, checkpoint=None)
+    report = replace(filled(TrainReport), stopped_by=None)
+    twin = replace(report, checkpoint=None)
     stopped = filled(TrainReport)
     text = {"description": "book.txt", "train_bytes": 9_000_000, "val_bytes": 1_000_000,
             "entropy": 3.14159}  # fmt: skip
-    config = types.SimpleNamespace(
+    config = SimpleNamespace(
         steps=4321, model=preset("tiny", ctx=96, scale_type="T6", rule="nibble"), accum=6,
         device="cuda:0", backend="triton", compute="fp8", eval_interval=1000,
         log_every=None, batch=8, lr=0.625, seed=11, optimizer="muon",
     )  # fmt: skip
-    trainer = types.SimpleNamespace(
+    trainer = SimpleNamespace(
         config=config,
         num_weights=7_654_321,
         num_floats=(12_345, 6_789),
-        group=types.SimpleNamespace(size=2),
+        group=SimpleNamespace(size=2),
         step=17,
     )
 
@@ -131,11 +131,9 @@ def _shown_by_train(*, quiet: bool = False) -> str:
         said.append(f"{'kept' if keep else 'line'}    {text}")
 
     on_cpu = {"device": "cpu", "backend": "torch", "compute": "bf16", "log_every": 1}
-    on_cpu = types.SimpleNamespace(
-        **vars(config) | on_cpu | {"model": preset("tiny", weights="ste")}
-    )
-    about = {"config": on_cpu, "group": types.SimpleNamespace(size=1), "step": 0}
-    alone = types.SimpleNamespace(**vars(trainer) | about)
+    on_cpu = SimpleNamespace(**vars(config) | on_cpu | {"model": preset("tiny", weights="ste")})
+    about = {"config": on_cpu, "group": SimpleNamespace(size=1), "step": 0}
+    alone = SimpleNamespace(**vars(trainer) | about)
     clock = [5000.0]
     absent = {"available": lambda: False, "why_not": lambda: "there is no C compiler"}
     with (
@@ -146,7 +144,7 @@ def _shown_by_train(*, quiet: bool = False) -> str:
         mock.patch.object(_run_display.time, "perf_counter", side_effect=lambda: clock[0]),
     ):
         display = _run_display.RunDisplay(quiet=quiet, as_json=False, advises=True)
-        display.line = types.SimpleNamespace(
+        display.line = SimpleNamespace(
             show=line, show_wait=line, follow=lambda make: None, is_live=False
         )
         display.wait("loading")
@@ -159,16 +157,16 @@ def _shown_by_train(*, quiet: bool = False) -> str:
             display.tell_estimate()
         first = filled(FirstStep)
         display.first_step(first)
-        display.first_step(dataclasses.replace(first, kernels_compiled=0, kernels_loaded=0))
-        display.first_step(dataclasses.replace(first, compile_seconds=None))
-        untimed = dataclasses.replace(on_the_way, bytes_per_second=None, seconds_left=None)
+        display.first_step(replace(first, kernels_compiled=0, kernels_loaded=0))
+        display.first_step(replace(first, compile_seconds=None))
+        untimed = replace(on_the_way, bytes_per_second=None, seconds_left=None)
         for told in (on_the_way, evaluated, untimed):
             display.recorded(told)
             clock[0] += 20
         if not quiet:
             said.extend(f"width {width:3}  {display._progress(width)}" for width in (40, 80, 200))
         display.noted("a note")
-        smoke = dataclasses.replace(
+        smoke = replace(
             report, run=None, checkpoint=None, val_loss=None, bits_per_byte=None, sample=""
         )
         for told in (report, twin, stopped, smoke):
@@ -181,17 +179,17 @@ def _shown_by_evaluate() -> str:
     report = filled(EvaluateReport)
     said: list[str] = []
     for is_live in (False, True):
-        show = types.SimpleNamespace(is_live=is_live, show=said.append)
+        show = SimpleNamespace(is_live=is_live, show=said.append)
         progress = evaluate._Progress(show)
         for done in (0, 1000, 1999, 2000, 2020, 20_000):
             progress(done, 20_000, 0.0314159 + done / 1e4)
-    short = dataclasses.replace(report, by_position=report.by_position[:1])
+    short = replace(report, by_position=report.by_position[:1])
     return "\n".join([plain(evaluate._table(report)), plain(evaluate._table(short)), *said])
 
 
 def _shown_by_probe() -> str:
     model = preset("tiny", rule="nibble", scale_type="T6")
-    config = {"model": dataclasses.asdict(model), "device": "cpu", "backend": "torch",
+    config = {"model": asdict(model), "device": "cpu", "backend": "torch",
               "compute": "fp32"}  # fmt: skip
     scales = [filled(Histogram, low=low, high=high) for low, high in ((-700, -90), (-800, -100))]
     report = filled(
@@ -199,11 +197,9 @@ def _shown_by_probe() -> str:
         residual_rms=(0.111, 0.222, 0.333), residual_most=(0.444, 0.555, 0.666),
         stream_ranges=tuple(tuple(n + 0.11 * i for i in range(8)) for n in (1.0, 2.0)),
     )  # fmt: skip
-    last = dataclasses.replace(
-        report.readings[1], residual_rms=(0.5, 0.625, 0.75), mixer_rms=(0.8, None)
-    )
+    last = replace(report.readings[1], residual_rms=(0.5, 0.625, 0.75), mixer_rms=(0.8, None))
     tensors = [
-        dataclasses.replace(
+        replace(
             tensor,
             name=f"blocks.{index}.mlp.up.weight",
             update_size=(None, 1.25)[index],
@@ -211,10 +207,8 @@ def _shown_by_probe() -> str:
         )
         for index, (tensor, scale) in enumerate(zip(report.tensors, scales, strict=True))
     ]
-    chunks = dataclasses.replace(
-        report.chunks, sample_bytes=tuple(b"abcdef"), sample_depths=(0, 1, 0, 2, 0, 0)
-    )
-    report = dataclasses.replace(
+    chunks = replace(report.chunks, sample_bytes=tuple(b"abcdef"), sample_depths=(0, 1, 0, 2, 0, 0))
+    report = replace(
         report, readings=(report.readings[0], last), tensors=tuple(tensors), chunks=chunks
     )
     decoding = filled(DecodingProbe)
@@ -229,7 +223,7 @@ def _shown_by_count() -> str:
         ("block", "stages.0.encoder.0-3", 1), ("attention", "blocks.0-3.attention", 2),
         ("stage", "stages.0", 0), ("head", "head", 0),
     )]  # fmt: skip
-    parts.append(dataclasses.replace(parts[0], count=1, path="blocks.7"))
+    parts.append(replace(parts[0], count=1, path="blocks.7"))
     shown = [*map(count_params.state_table, reports), count_params.parts_table(parts)]
     return "\n".join(map(plain, shown))
 
@@ -241,11 +235,11 @@ def _shown_by_inspect() -> str:
         run={"text": {"bytes": 12, "names": ["a", "b"]}, "empty": None, "none": 0}, depth=1,
     )  # fmt: skip
     tensors = [filled(Difference, name=f"tensor {n}", elements=9000 + n) for n in range(4)]
-    tensors[1] = dataclasses.replace(tensors[1], relative=None)
+    tensors[1] = replace(tensors[1], relative=None)
     values = {"config": {"dim": [1, 2]}, "settings": {"lr": [3, 4]}}
     few = filled(DifferenceReport, **values)
-    many = dataclasses.replace(few, tensors=tensors)
-    as_many = dataclasses.replace(few, tensors=tensors[:3])
+    many = replace(few, tensors=tensors)
+    as_many = replace(few, tensors=tensors[:3])
     with mock.patch.object(inspect, "SHOWN", 3):
         pages = [inspect._tables(report), *map(inspect._differences, (few, as_many, many))]
     return "\n".join(map(plain, pages))
@@ -253,17 +247,17 @@ def _shown_by_inspect() -> str:
 
 def _shown_by_check() -> str:
     report = filled(CheckReport, steps=5_000_000, steps_before=None, has_ended=False)
-    goes_on = dataclasses.replace(report, stops=None)
-    nothing = dataclasses.replace(goes_on, drops_records=0, sets_aside=(), removes=())
+    goes_on = replace(report, stops=None)
+    nothing = replace(goes_on, drops_records=0, sets_aside=(), removes=())
     steps = nothing.resumes_at + 2
-    evaluates = dataclasses.replace(nothing, evaluates_first=True, steps=steps)
+    evaluates = replace(nothing, evaluates_first=True, steps=steps)
     reports = (
         goes_on,
         evaluates,
-        dataclasses.replace(evaluates, steps=evaluates.resumes_at),
-        dataclasses.replace(nothing, evaluates_first=False, steps=steps, has_ended=True),
-        dataclasses.replace(goes_on, steps=goes_on.resumes_at + 1, steps_before=7_000_000),
-        dataclasses.replace(report, resumes_at=None),
+        replace(evaluates, steps=evaluates.resumes_at),
+        replace(nothing, evaluates_first=False, steps=steps, has_ended=True),
+        replace(goes_on, steps=goes_on.resumes_at + 1, steps_before=7_000_000),
+        replace(report, resumes_at=None),
     )
     return "\n".join(plain(check._tables(each)) for each in reports)
 
@@ -271,48 +265,48 @@ def _shown_by_check() -> str:
 def _shown_by_compare() -> str:
     report = filled(RunComparison, settings=("lr", "data"))
     first, second = report.groups
-    first = dataclasses.replace(first, settings={"lr": 0.5, "data": ["a", "b"]})
-    alone = {name: dataclasses.replace(getattr(second, name), deviation=None)
+    first = replace(first, settings={"lr": 0.5, "data": ["a", "b"]})
+    alone = {name: replace(getattr(second, name), deviation=None)
              for name in ("loss", "val_loss", "seconds")}  # fmt: skip
-    second = dataclasses.replace(
+    second = replace(
         second, settings={"lr": None, "data": []}, best_val_loss=None, steps=(7, 7), **alone
     )
-    report = dataclasses.replace(report, groups=(first, second))
-    equal = dataclasses.replace(report, settings=(), groups=(first,))
+    report = replace(report, groups=(first, second))
+    equal = replace(report, settings=(), groups=(first,))
     return "\n".join(plain(compare._tables(each)) for each in (report, equal))
 
 
 def _shown_by_audit() -> str:
     small = filled(FitReport, fits=False)
-    fits = dataclasses.replace(small, fits=True, budget_bytes=10**9)
+    fits = replace(small, fits=True, budget_bytes=10**9)
     level = {"stage": "backward"}
     audited = filled(AuditReport, **level)
     first, second = audited.levels
-    audited = dataclasses.replace(
+    audited = replace(
         audited,
         levels=(
-            dataclasses.replace(first, step=0, stage="load", reserved_bytes=None),
-            dataclasses.replace(first, step=1, stage="forward"),
+            replace(first, step=0, stage="load", reserved_bytes=None),
+            replace(first, step=1, stage="forward"),
             second,
-            dataclasses.replace(second, step=3, stage="end"),
+            replace(second, step=3, stage="end"),
         ),
     )
     ranks = filled(RanksReport, passed=True, **level)
-    unmeasured = tuple(dataclasses.replace(each, measured=None) for each in ranks.ranks)
+    unmeasured = tuple(replace(each, measured=None) for each in ranks.ranks)
     choices = filled(WhatIfReport)
     first, second = choices.choices
     others = (
-        dataclasses.replace(first, scale_type=second.scale_type, bytes_per_weight=1.25),
-        dataclasses.replace(second, scale_type=first.scale_type, direction=None),
+        replace(first, scale_type=second.scale_type, bytes_per_weight=1.25),
+        replace(second, scale_type=first.scale_type, direction=None),
     )
-    choices = dataclasses.replace(choices, choices=(first, others[1], others[0], second))
+    choices = replace(choices, choices=(first, others[1], others[0], second))
     tables = [
         audit_memory._what_if_table(choices),
         audit_memory._fit_table(small),
         audit_memory._fit_table(fits),
         audit_memory._ranks_table(ranks),
-        audit_memory._ranks_table(dataclasses.replace(ranks, ranks=unmeasured, passed=False)),
-        audit_memory._ranks_table(dataclasses.replace(ranks, ranks=unmeasured, budget_bytes=None)),
+        audit_memory._ranks_table(replace(ranks, ranks=unmeasured, passed=False)),
+        audit_memory._ranks_table(replace(ranks, ranks=unmeasured, budget_bytes=None)),
         audit_memory._audit_tables(audited),
         audit_memory._decoding_tables(filled(DecodingAudit, levels=audited.levels)),
     ]
@@ -326,29 +320,29 @@ def _shown_by_verify() -> str:
     kernel, check = filled(KernelResult, **kinds), filled(ParityResult, **kinds)
     kernels = (
         kernel,
-        dataclasses.replace(kernel, scale_type="T8", passed=False, relative_error=None),
-        dataclasses.replace(kernel, kind="fuzz", unequal=7, cosine=0.5),
-        dataclasses.replace(kernel, kernel="other", unequal=None, relative_error=0.25, seconds=9),
-        dataclasses.replace(kernel, kernel="third", unequal=0, left_out=0, max_error=0.0),
+        replace(kernel, scale_type="T8", passed=False, relative_error=None),
+        replace(kernel, kind="fuzz", unequal=7, cosine=0.5),
+        replace(kernel, kernel="other", unequal=None, relative_error=0.25, seconds=9),
+        replace(kernel, kernel="third", unequal=0, left_out=0, max_error=0.0),
     )
     parity = (
         check,
-        dataclasses.replace(check, item="another", max_error=7.5, cosine=0.25, passed=True),
-        dataclasses.replace(check, check="causality", relative_error=None),
+        replace(check, item="another", max_error=7.5, cosine=0.25, passed=True),
+        replace(check, check="causality", relative_error=None),
     )
-    report = dataclasses.replace(report, kernels=kernels, parity=parity)
-    few = dataclasses.replace(
+    report = replace(report, kernels=kernels, parity=parity)
+    few = replace(
         report, scale_types=("T8",), kernels=(), parity=(), timing=None, commit=None,
         failures=(), interrupted=None, sampled=(),
     )  # fmt: skip
-    untimed = dataclasses.replace(
+    untimed = replace(
         few, failures=(filled(Failure),),
-        timing=dataclasses.replace(report.timing, timings=tuple(
-            dataclasses.replace(each, library_us=None, ratio=None)
+        timing=replace(report.timing, timings=tuple(
+            replace(each, library_us=None, ratio=None)
             for each in report.timing.timings
         )),
     )  # fmt: skip
-    stopped = dataclasses.replace(few, interrupted="SIGINT")
+    stopped = replace(few, interrupted="SIGINT")
     tables = [plain(verify_kernels.ledger_tables(each)) for each in (report, few)]
     return "\n".join([*tables, *map(ledger_page, (report, few, untimed, stopped))])
 

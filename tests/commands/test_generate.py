@@ -3,34 +3,54 @@
 import io
 import json
 import os
+import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from made_runs import train
 
 from arbcli.commands._prompts import stdin_has_data
 from arbcli.kernels.runtime.backend import default_backend
-from arbcli.training.configure import new_config
-from arbcli.training.observer import Observer
-from arbcli.training.run import start_run
 
 BACKEND = default_backend(torch.device("cpu"))
 TEXT = "ternary weights read naïve text. " * 200
 
 
+KINDS: dict[str, tuple[str, dict]] = {
+    "plain": (TEXT, {"steps": 20, "batch": 8}),
+    "masked": ("abcdefgh" * 400, {"objective": "masked", "steps": 100, "batch": 8}),
+    "fill": ("abcd" * 400, {"objective": "fill", "steps": 30, "batch": 8, "ctx": 24}),
+    "chunks": (TEXT, {"boundaries": "every", "steps": 2}), "tokens": (TEXT, {"steps": 1}),
+}  # fmt: skip
+"""Texts and settings of runs."""
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("saved")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 8}
-    config = new_config(**sizes, steps=20, device="cpu", data=[str(folder / "text.txt")])
-    start_run(config, folder / "run", Observer())
-    return str(folder / "run")
+def run_of(small_hnet, tmp_path_factory, request) -> Callable[[str], str]:
+    """Return a function that trains a run of a kind, once."""
+
+    @cache
+    def train_once(kind: str) -> str:
+        text, settings = KINDS[kind]
+        if kind in ("chunks", "tokens"):
+            settings = small_hnet | settings
+        if kind == "tokens":
+            settings |= {"tokenizer": request.getfixturevalue("byte_tokenizer")}
+        return str(train(tmp_path_factory.mktemp(kind), text.encode(), **settings))
+
+    return train_once
+
+
+@pytest.fixture
+def run(run_of) -> str:
+    return run_of("plain")
 
 
 @pytest.fixture
@@ -58,12 +78,12 @@ def test_prompt_is_echoed_on_a_terminal_or_if_asked(generate, monkeypatch):
     assert generate("--length", "4").stdout == generate("--length", "4", "--no-echo").stdout
 
 
-def test_eight_bits_take_half_the_cache_and_hardly_any_loss(run, arb_here):
-    here = ["--checkpoint", run, "--device", "cpu", "--compute", "bf16", "--json"]
+def test_eight_bits_take_half_the_cache_and_hardly_any_loss(run, arb_json):
+    here = ["--checkpoint", run, "--device", "cpu", "--compute", "bf16"]
     sizes, losses = [], []
     for given in ([], ["--kv", "fp8"]):
-        report = json.loads(arb_here("generate", *here, "--length", "20", *given).stdout)
-        read = json.loads(arb_here("evaluate", *here, "--stride", "16", *given).stdout)
+        report = arb_json("generate", *here, "--length", "20", *given)
+        read = arb_json("evaluate", *here, "--stride", "16", *given)
         assert report["kv"] == read["kv"] == (given or ["bf16"])[-1]
         sizes.append(report["cache_bytes"])
         losses.append(read["nats_per_byte"])
@@ -102,37 +122,20 @@ def test_every_option_reaches_the_prompt_loop(generate, monkeypatch):
     assert chat.call_count == 1
 
 
-@pytest.fixture(scope="module")
-def masked_run(tmp_path_factory) -> str:
-    return filling_run(tmp_path_factory, "masked", "abcdefgh", ctx=16, steps=100)
-
-
-@pytest.fixture(scope="module")
-def fill_run(tmp_path_factory) -> str:
-    return filling_run(tmp_path_factory, "fill", "abcd", ctx=24, steps=30)
-
-
-def filling_run(tmp_path_factory, objective: str, words: str, ctx: int, steps: int) -> str:
-    folder = tmp_path_factory.mktemp(objective)
-    (folder / "text.txt").write_text(words * 400)
-    sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": ctx, "batch": 8}
-    data = [str(folder / "text.txt")]
-    config = new_config(**sizes, objective=objective, steps=steps, device="cpu", data=data)
-    start_run(config, folder / "run", Observer())
-    return str(folder / "run")
-
-
-def test_holes_are_filled_from_left_to_right_too(fill_run, arb_here):
+def test_holes_are_filled_from_left_to_right_too(run_of, arb_here, arb_json):
+    fill_run = run_of("fill")
     generate = partial(arb_here, "generate", fill_run, "--device", "cpu", "--temperature", "0")
     done = generate("--infill", "abc…bc…bcd", "--length", "2")
     assert done.stdout == "abcdabcdabcd"
     assert "4 symbols filled" in done.stderr
     assert generate("--prompt", "abcd", "--length", "4", "--bytes").stdout == "abcd"
-    report = json.loads(arb_here("evaluate", fill_run, "--json").stdout)
-    assert report["nats_per_byte"] < 1.2  # each of four letters alone costs 1.39
+    assert (
+        arb_json("evaluate", fill_run)["nats_per_byte"] < 1.2
+    )  # each of four letters alone costs 1.39
 
 
-def test_holes_are_filled_from_both_sides(masked_run, arb_here):
+def test_holes_are_filled_from_both_sides(run_of, arb_here, arb_json):
+    masked_run = run_of("masked")
     generate = partial(arb_here, "generate", masked_run, "--device", "cpu", "--temperature", "0")
     done = generate("--infill", "abc…fg…bcd", "--length", "2")
     assert done.stdout == "abcdefghabcd"
@@ -144,7 +147,7 @@ def test_holes_are_filled_from_both_sides(masked_run, arb_here):
     report = json.loads(generate(*after, "--json").stdout)
     assert (report["text"][:4], len(report["text"]), report["steps"]) == ("abcd", 8, 1)
     assert generate(*after, "--bytes").stdout == report["text"]
-    report = json.loads(arb_here("evaluate", masked_run, "--draws", "3", "--json").stdout)
+    report = arb_json("evaluate", masked_run, "--draws", "3")
     assert (report["draws"], report["stride"]) == (3, 16)
     assert report["nats_per_byte"] < 1.5  # each of eight letters alone costs 2.08
 
@@ -188,12 +191,12 @@ def test_generate_refuses_a_prompt_and_length_beyond_any_text(run, arb_here, mon
     assert arb_here("generate", "--checkpoint", run, "--length", "18", "--prompt", "ab").stdout
 
 
-def test_evaluate_takes_the_held_out_text_of_the_last_run(run, arb_here, tmp_path, monkeypatch):
+def test_evaluate_takes_the_held_out_text_of_the_last_run(
+    run, arb_here, arb_json, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").symlink_to(Path(run).parent)
-    done = arb_here("evaluate", "--checkpoint", "auto", "--device", "cpu", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = arb_json("evaluate", "--checkpoint", "auto", "--device", "cpu")
     assert report["text"].startswith("held out of ")
     assert report["bytes"] == len(TEXT.encode()) // 10
     assert report["checkpoint"] == "runs/run/step-000020.safetensors"
@@ -221,69 +224,29 @@ def test_evaluate_prints_a_table_or_one_object(run, tmp_path, arb_here):
     assert report["nats_per_byte"] < report["entropy"]
 
 
-ERRORS = {
-    "empty prompt": ("generate {run} --prompt=", "the prompt is empty"),
-    "nothing kept": ("generate {run} --top-p 0", "`--top-p` is 0.0"),
-    "no chunks": ("generate {run} --chunks", "without chunks"),
-    "chunks of tokens": ("generate {tokens} --chunks", "the chunks of this model are of tokens"),
-    "damaged prompts": ("generate {run} --prompts {bad}", "line 2 of"),
-    "bf16 of fp32": ("evaluate {run} --compute fp32 --kv bf16", "needs activations in bf16"),
-    "long stride": ("evaluate {run} --data {run}/config.json --stride 17", "`--stride` is 17"),
-    "no hole": ("generate {masked} --infill abc", "has no `…`"),
-    "long hole": ("generate {masked} --infill a…b --length 15", "17 symbols with its holes"),
-    "prompts of holes": ("generate {masked} --prompts {good}", "from left to right"),
-    "long hole from left to right": (
-        "generate {fill} --infill a…b --length 18",
-        "20 symbols with its holes, and the model reads 19",
-    ),
-}
-"""Errors that depend on a model or a text; `test_early_errors` has those of options alone."""
+RECORDED = Path(__file__).with_name("late_errors.txt").read_text(encoding="utf-8")
+ERRORS = re.findall(r"^\$ (.*)\n(.*)\n(.*)$", RECORDED, re.MULTILINE)
+"""Commands with both lines of their errors, which depend on a model or a text; `early_errors.txt`
+has those of options alone."""
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_a_mistake_is_explained_in_two_lines(name, request, run, tmp_path, arb_here):
-    words, message = ERRORS[name]
+@pytest.mark.parametrize(("words", "error", "hint"), ERRORS)
+def test_a_mistake_is_explained_in_two_lines(words, error, hint, run_of, tmp_path, arb_error):
     files = {"bad": tmp_path / "bad", "good": tmp_path / "good"}
     files["bad"].write_text('"a"\n{"promt": "b"}\n')
     files["good"].write_text('{"prompt": "a", "length": 3}\n')
-    for kind in ("masked", "fill", "tokens"):
-        if f"{{{kind}}}" in words:
-            files[kind] = request.getfixturevalue(f"{kind}_run")
-    done = arb_here(*words.format(run=run, **files).split(), "--device", "cpu")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    lines = done.stderr.splitlines()
-    assert len(lines) == 2, lines
-    assert lines[0].startswith("error: ")
-    assert message in lines[0]
-    assert lines[1].startswith("hint: ")
+    files |= {kind: run_of(kind) for kind in KINDS if f"{{{kind}}}" in words}
+    said = arb_error(*words.format(**files).split(), "--device", "cpu")
+    for name, path in files.items():
+        said = said.replace(str(path), f"{{{name}}}")
+    assert said == f"{error}\n{hint}\n"
 
 
-@pytest.fixture(scope="module")
-def tokens_run(small_hnet, byte_tokenizer, tmp_path_factory) -> str:
-    """Directory of a run with chunks of tokens."""
-    folder = tmp_path_factory.mktemp("tokens")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    given = small_hnet | {"data": [str(folder / "text.txt")], "tokenizer": byte_tokenizer}
-    start_run(new_config(**given, steps=1, device="cpu"), folder / "run", Observer())
-    return str(folder / "run")
-
-
-@pytest.fixture(scope="module")
-def run_of_chunks(small_hnet, tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("chunks")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    given = small_hnet | {"data": [str(folder / "text.txt")], "boundaries": "every"}
-    start_run(new_config(**given, steps=2, device="cpu"), folder / "run", Observer())
-    return str(folder / "run")
-
-
-def test_generate_marks_chunks_where_nobody_watches(run_of_chunks, arb_here):
-    here = ["generate", "--checkpoint", run_of_chunks, "--device", "cpu", "--prompt", "abcdefg"]
-    shown = arb_here(*here, "--length", "5", "--chunks")
-    assert shown.stdout.startswith("││abc│def││g")
-    report = json.loads(arb_here(*here, "--length", "5", "--chunks", "--json").stdout)
-    assert report["chunk_depths"] == [2, 0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 0]
+def test_generate_marks_chunks_where_nobody_watches(run_of, arb_here, arb_json):
+    here = ["generate", run_of("chunks"), "--device", "cpu", "--prompt", "abcdefg"]
+    here += ["--length", "5", "--chunks"]
+    assert arb_here(*here).stdout.startswith("││abc│def││g")
+    assert arb_json(*here)["chunk_depths"] == [2, 0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 0]
 
 
 def test_input_that_is_not_read_is_noticed(tmp_path):

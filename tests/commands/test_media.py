@@ -1,19 +1,18 @@
 """Sounds and pictures through `arb train`, `arb evaluate` and `arb generate`."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from made_runs import train
 
-from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.resume import resume_run
-from arbcli.training.run import start_run
 
 soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")
 Image = pytest.importorskip("PIL.Image", reason="needs the extra `media`")
-
-SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 8, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +29,7 @@ def folder(tmp_path_factory):
         (folder / "c.jsonl").write_text(json.dumps(record))
         data = [str(folder / name) for name in ("a.wav", "b.png", "c.jsonl")]
         forms = {"sound": "pcm16", "picture": "grey:12x10", "field": "parts"}
-        config = new_config(**SIZES, **forms, steps=4, save_every=2, data=data, val=data)
-        start_run(config, folder / "run", Observer())
+        train(folder, b"", **forms, steps=4, save_every=2, batch=8, data=data, val=data)
     return folder
 
 
@@ -55,15 +53,14 @@ def test_evaluate_tells_loss_by_kind_in_the_forms_of_the_run(call, folder):
     assert "WebP" in shown
 
 
-def test_held_out_end_of_a_sound_is_a_sound(tmp_path, arb_here, monkeypatch):
+def test_held_out_end_of_a_sound_is_a_sound(tmp_path, arb_json, monkeypatch):
     """The byte that marks a sound is before this end, and not in it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     samples = np.rint(1000 + 100 * np.sin(0.3 * np.arange(400))).astype(np.int16)
     soundfile.write(tmp_path / "a.wav", samples, 8000)
-    config = new_config(**SIZES, steps=1, eval_every=0, data=[str(tmp_path / "a.wav")])
-    assert start_run(config, tmp_path / "run", Observer()).sample == ""
-    call = ["--checkpoint", str(tmp_path / "run"), "--device", "cpu", "--json"]
-    report = json.loads(arb_here("evaluate", *call).stdout)
+    run = train(tmp_path, b"", steps=1, eval_every=0, data=[str(tmp_path / "a.wav")])
+    assert json.loads((run / "metrics.jsonl").read_text())["sample"] in (None, "")
+    report = arb_json("evaluate", str(run), "--device", "cpu")
     (sound,) = report["by_kind"]
     assert (sound["kind"], sound["bytes"]) == ("sound", report["bytes"])
 
@@ -112,31 +109,13 @@ def test_text_follows_a_whole_picture(call, folder):
     assert raw.stdout
 
 
+RECORDED = Path(__file__).with_name("media_errors.txt").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--prompt", "a", "--out", "x.wav"], "the model wrote no sound"),
-        (["--prompt-file", "b.png", "--out", "x.wav"], "is a picture, and `--out` is a sound"),
-        (["--prompt", "a", "--out", "x.txt"], "`--out` is `x.txt`"),
-        (["--prompt", "a", "--out", "gone/x.wav"], "there is no folder `gone`"),
-        (["--keep", "0.5"], "`--keep` only applies with `--prompt-file`"),
-        (
-            ["--prompt", "a", "--prompt-file", "c.jsonl"],
-            "`--prompt` cannot be combined with `--prompt-file`",
-        ),
-        (["--prompt-file", "a.wav", "--keep", "1", "--out", "x.wav"], "nothing is left to make"),
-        (["--prompt-file", "b.png", "--keep", "1", "--bytes"], "leave out `--out` and `--bytes`"),
-        (["--prompt-file", "a.wav"], "the prompt is a sound, and its continuation needs a file"),
-        (["--prompt-file", "b.png", "--keep", "0.5", "--json"], "add `--out FILE`"),
-        (["--prompt-file", "gone.wav"], "cannot read"),
-        (["--bytes", "--out", "x.wav"], "`--out` cannot be combined with `--bytes`"),
-    ],
+    ("words", "said"), re.findall(r"^\$ (.*)\n(.*\n.*\n)", RECORDED, re.MULTILINE)
 )
-def test_mistake_is_one_line(words, message, call, folder, monkeypatch):
+def test_mistake_has_a_line_and_a_hint(words, said, arb_error, folder, monkeypatch):
     monkeypatch.chdir(folder)
-    done = (
-        call("generate", "--length", "4", *words) if "1" not in words else call("generate", *words)
-    )
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    assert arb_error(*words.split(), "--device", "cpu") == said

@@ -105,27 +105,19 @@ def test_size_of_a_model_is_taken_to_its_limits(of, name):
             assert shown(value) in str(caught.value)
 
 
-def test_field_whose_setting_has_one_bound_has_the_other_of_all_sizes():
-    assert CompressedAttentionConfig(heads=4, ratio=2**20).ratio == 2**20
-    for ratio in (1, 2**20 + 1):
-        with pytest.raises(ArbError, match="`ratio`"):
-            CompressedAttentionConfig(heads=4, ratio=ratio)
-
-
-def test_numbers_of_micro_batches_end_where_they_are_counted():
+def test_bounds_that_follow_from_others():
     assert settings(steps=2**16, accum=2**15 - 1).accum == 2**15 - 1
     with pytest.raises(ArbError, match="65,536 steps of 32,768 batches") as caught:
         settings(steps=2**16, accum=2**15)
     assert caught.value.fields == ("steps", "accum")
-
-
-@pytest.mark.parametrize(
-    ("steps", "interval"),
-    [(1, 50), (200, 50), (203, 50), (204, 51), (1999, 499), (2004, 500), (10**6, 500)],
-)
-def test_evaluations_are_a_quarter_of_a_run_apart_within_bounds(steps, interval):
-    assert settings(steps=steps).eval_interval == interval
-    assert settings(steps=steps, eval_every=7).eval_interval == 7
+    # evaluations are a quarter of a run apart, within bounds
+    intervals = {1: 50, 200: 50, 203: 50, 204: 51, 1999: 499, 2004: 500, 10**6: 500}
+    assert {steps: settings(steps=steps).eval_interval for steps in intervals} == intervals
+    assert settings(steps=204, eval_every=7).eval_interval == 7
+    assert CompressedAttentionConfig(heads=4, ratio=2**20).ratio == 2**20
+    for ratio in (1, 2**20 + 1):  # of which the setting has one bound, and all sizes the other
+        with pytest.raises(ArbError, match="`ratio`"):
+            CompressedAttentionConfig(heads=4, ratio=ratio)
 
 
 @pytest.mark.parametrize(("window", "lengths", "slots", "room"), [

@@ -76,15 +76,20 @@ def documents_of(dataset: Chats) -> list[tuple[list[int], list[int]]]:
     return listed
 
 
+def learnt_texts(dataset: Chats, tokenizer: Tokenizer) -> list[str]:
+    return [
+        tokenizer.decode([token for token in targets if token != NOT_LEARNT])
+        for _, targets in documents_of(dataset)
+    ]
+
+
 def test_only_answers_and_their_ends_are_learnt(tmp_path, tokenizer):
-    dataset = chats(tmp_path, tokenizer, [chat("how are you", "fine", "you", "am fine too")])
+    record = chat("how are you", "fine", "you", "am fine too")
+    dataset = chats(tmp_path, tokenizer, [record])
     ((ids, targets),) = documents_of(dataset)
     whole = tokenizer.decode([*ids, targets[-1]])
-    assert whole == ChatTemplate(CHATML, "", SPECIAL).render(
-        chat("how are you", "fine", "you", "am fine too")["messages"]
-    )
-    learnt = [token for token in targets if token != NOT_LEARNT]
-    assert tokenizer.decode(learnt) == "fine<|im_end|>\nam fine too<|im_end|>\n"
+    assert whole == ChatTemplate(CHATML, "", SPECIAL).render(record["messages"])
+    assert learnt_texts(dataset, tokenizer) == ["fine<|im_end|>\nam fine too<|im_end|>\n"]
     assert dataset.learnt_bytes == len(b"fine<|im_end|>\nam fine too<|im_end|>\n")
     assert ids[0] == tokenizer.special("<|im_start|>")  # one token, not ten of its text
     # each target is the next input
@@ -94,11 +99,7 @@ def test_only_answers_and_their_ends_are_learnt(tmp_path, tokenizer):
 
 def test_template_that_alters_earlier_answers_makes_a_document_of_each(tmp_path, tokenizer):
     dataset = chats(tmp_path, tokenizer, [chat("a", "b", "c", "d")], THINKING)
-    learnt = [
-        tokenizer.decode([token for token in targets if token != NOT_LEARNT])
-        for _, targets in documents_of(dataset)
-    ]
-    assert sorted(learnt) == ["<think>b<|im_end|>", "<think>d<|im_end|>"]
+    assert sorted(learnt_texts(dataset, tokenizer)) == ["<think>b<|im_end|>", "<think>d<|im_end|>"]
 
 
 def test_documents_are_kept_for_all_that_makes_them(tmp_path, tokenizer):
@@ -137,17 +138,11 @@ def test_conversation_ends_where_its_model_says_and_remembers(
     template = ChatTemplate(CHATML, "", SPECIAL)
     wanted = template.render(chat("how are you", "fine", "you")["messages"], asks=True)
     assert tokenizer.decode(conversation.ask(b"you")) == wanted
-
-
-def test_system_message_comes_before_each_question(folder, tokenizer, tmp_path):
-    run = shutil.copytree(folder, tmp_path / "run")
-    model, path = SimpleNamespace(tokenizer=tokenizer), run / "step-000001.safetensors"
-    conversation = Conversation(model, path, "I am")
-    system = "<|im_start|>system\nI am<|im_end|>\n"
-    for text in ("you", "how"):
-        wanted = f"{system}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-        assert tokenizer.decode(conversation.ask_apart(text.encode())) == wanted
-    assert tokenizer.decode(conversation.ask(b"how")) == wanted
+    path = run / "step-000001.safetensors"
+    conversation = Conversation(model, path, "I am")  # which is said before each question
+    for text, ask in (("you", conversation.ask_apart), ("how", conversation.ask)):
+        wanted = f"<|im_start|>system\nI am<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n"
+        assert tokenizer.decode(ask(text.encode())) == f"{wanted}<|im_start|>assistant\n"
     with pytest.raises(ArbError, match="contains the special token"):
         Conversation(model, path, "<|im_end|>")
 
@@ -207,13 +202,6 @@ def test_long_document_is_cut(tmp_path, tokenizer):
         chats(tmp_path, tokenizer, [chat("how are you", "b")], context=4)
 
 
-def learnt_texts(dataset: Chats, tokenizer: Tokenizer) -> list[str]:
-    return [
-        tokenizer.decode([token for token in targets if token != NOT_LEARNT])
-        for _, targets in documents_of(dataset)
-    ]
-
-
 @pytest.mark.parametrize(
     ("record", "learnt"),
     [
@@ -228,12 +216,9 @@ def learnt_texts(dataset: Chats, tokenizer: Tokenizer) -> list[str]:
     ids=["share gpt", "parts", "weights"],
 )  # fmt: skip
 def test_records_as_others_write_them(record, learnt, tmp_path, tokenizer):
-    assert learnt_texts(chats(tmp_path, tokenizer, [record]), tokenizer) == [
-        f"{learnt}<|im_end|>\n"
-    ]
-    field = {"field": next(iter(record))}
-    again = chats(tmp_path, tokenizer, [record], **field)
-    assert learnt_texts(again, tokenizer) == [f"{learnt}<|im_end|>\n"]
+    for field in ("messages", next(iter(record))):
+        dataset = chats(tmp_path, tokenizer, [record], field=field)
+        assert learnt_texts(dataset, tokenizer) == [f"{learnt}<|im_end|>\n"]
 
 
 JOINED = (
@@ -255,13 +240,13 @@ def test_token_that_joins_prompt_and_answer_is_learnt(tmp_path, tokenizer):
     assert dataset.learnt_bytes == len(" am<|im_end|>\u00e9a<|im_end|>".encode())
 
 
-def model_of(vocabulary: int = 270, **mixer):
+def model_of(vocabulary: int, ctx: int = 40, **mixer):
     block = BlockConfig(
         mixer=AttentionConfig(heads=4, kv_heads=2, sub_norm=False, **mixer),
         channel=MLPConfig(width=48, sub_norm=False),
     )
     stage = StageConfig(dim=32, blocks=(block,) * 2)
-    config = ModelConfig(ctx=40, stages=(stage,), vocabulary=vocabulary, digits="all")
+    config = ModelConfig(ctx=ctx, stages=(stage,), vocabulary=vocabulary, digits="all")
     model = build_model(config, torch.float32)
     model.initialise(3)
     return model
@@ -301,7 +286,9 @@ def test_documents_of_a_window_know_nothing_of_each_other(vocabulary, mixer):
     assert packed != pytest.approx(float(model.loss(ids, targets, 0 * numbers).detach()), rel=1e-5)
 
 
-def test_command_trains_on_chats_and_resumes_to_the_same_bits(tmp_path, folder, arb_here):
+def test_command_trains_on_chats_and_resumes_to_the_same_bits(
+    tmp_path, folder, arb_here, arb_json, arb_error
+):
     records = [chat(f"how are you {i}", f"fine {i % 3}") for i in range(60)]
     data = write_records(tmp_path / "chats.jsonl", records)
     words = ["train", "--data", str(data), "--field", "messages", "--batch", "2", "--ctx", "48"]
@@ -324,25 +311,19 @@ def test_command_trains_on_chats_and_resumes_to_the_same_bits(tmp_path, folder, 
     assert plain.stdout.startswith("window 1: ")
     assert "assistant\n[[fine" in plain.stdout
     ask = ["generate", "--checkpoint", str(run), "--chat", "--length", "5", "--device", "cpu"]
-    report = json.loads(arb_here(*ask, "--prompt", "you", "--json").stdout)
+    report = arb_json(*ask, "--prompt", "you")
     assert report["prompt"] == "<|im_start|>user\nyou<|im_end|>\n<|im_start|>assistant\n"
-    done = arb_here(*ask, "--prompt", "<|im_end|>")
-    assert done.returncode == 2
-    assert "contains the special token" in done.stderr
+    assert "contains the special token" in arb_error(*ask, "--prompt", "<|im_end|>")
     (tmp_path / "prompts").write_text('"you"\n"how"\n')
     batched = ["--prompts", str(tmp_path / "prompts"), "--temperature", "0"]
     texts = [json.loads(line)["text"] for line in arb_here(*ask, *batched).stdout.splitlines()]
-    alone = ["--prompt", "how", "--temperature", "0", "--json"]
-    assert texts[1] == json.loads(arb_here(*ask, *alone).stdout)["text"]
+    assert texts[1] == arb_json(*ask, "--prompt", "how", "--temperature", "0")["text"]
     trained = [json.loads(line)["val_loss"] for line in (run / "metrics.jsonl").open()]
-    evaluated = json.loads(arb_here("evaluate", str(run), "--json").stdout)
+    evaluated = arb_json("evaluate", str(run))
     assert evaluated["nats_per_byte"] == pytest.approx(trained[-1], rel=0.1)  # of drawn windows
-    data = ["--data", str(data), "--field", "messages", "--json"]
-    whole = json.loads(arb_here("evaluate", str(run), *data).stdout)
+    whole = arb_json("evaluate", str(run), "--data", str(data), "--field", "messages")
     assert whole["bytes"] == 60 * len(b"fine 0<|im_end|>\n")  # all answers, at any position
     assert whole["tokens"] == 60 * 6
-    done = arb_here("evaluate", str(run), *data, "--stride", "4")
-    assert "`--stride` does not apply to `--field messages`" in done.stderr
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -351,12 +332,7 @@ def test_loss_of_documents_is_the_mean_over_the_tokens_of_all_answers(tmp_path, 
     records = [chat("how are you" * n, "fine" * (1 + n % 3)) for n in range(1, 9)]
     documents = chats(tmp_path, tokenizer, records, context=96)
     assert len(documents.bins) > 3
-    block = BlockConfig(mixer=AttentionConfig(heads=2), channel=MLPConfig(width=48))
-    config = ModelConfig(
-        ctx=96, stages=(StageConfig(dim=32, blocks=(block,)),), vocabulary=tokenizer.size
-    )
-    model = build_model(config, torch.float32)
-    model.initialise(0)
+    model = model_of(tokenizer.size, ctx=96)
     total = count = 0
     with torch.no_grad():
         for ids, targets in documents_of(documents):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from made_runs import TINY
 
 import arbcli
 from arbcli.base.errors import ArbError
@@ -184,8 +185,7 @@ def test_dataset_of_the_hub_is_named_exactly(tmp_path, monkeypatch):
 
 def test_run_of_stdin_is_resumed_from_the_cache(tmp_path, monkeypatch):
     pipe(PLAIN_TEXT, monkeypatch)
-    sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 8, "batch": 2, "steps": 2}
-    config = arbcli.configure(data=("-",), device="cpu", backend="torch", **sizes)
+    config = arbcli.configure(data=("-",), **TINY, backend="torch", steps=2)
     arbcli.train(config, out=tmp_path / "run")
     (path,) = read_facts(tmp_path / "run")["text"]["paths"]["data"]
     assert Path(path).parent == texts_folder()
@@ -248,11 +248,8 @@ def test_shard_has_the_windows_of_the_tokenised_text(
 
 def test_documents_of_a_shard_keep_their_end_token(tokenizer, tmp_path):
     end = tokenizer.special("<|im_end|>")
-    tokens = [
-        token
-        for document in DOCUMENTS_OF_TEXT
-        for token in (*tokenizer.encode(document.encode()), end)
-    ]
+    documents = [[*tokenizer.encode(text.encode()), end] for text in DOCUMENTS_OF_TEXT]
+    tokens = [token for document in documents for token in document]
     write_shard(tmp_path / "a.bin", tokens, 2, has_header=True)
     write_shard(tmp_path / "b.bin", tokens, 4, has_header=True)
     texts = [
@@ -272,6 +269,12 @@ def test_documents_of_a_shard_keep_their_end_token(tokenizer, tmp_path):
     assert len({*map(digest, read)}) == 3
     with pytest.raises(ArbError, match="are of different formats"):
         open_text([str(tmp_path / name) for name in ("a.bin", "c.txt")])
+    (tmp_path / "a.bin").write_bytes(header(20240520, 1, 8) + SHARD)
+    text, _ = open_text([str(tmp_path / "a.bin")], Conversion(data_format="bytes"))
+    assert text.read(0, len(text)) == header(20240520, 1, 8) + SHARD
+    found = {file.name for file in find_files([str(tmp_path)], [], Conversion())}
+    assert found >= {"a.bin", "b.bin", "c.txt"}
+    assert "d.bin" not in found  # which has no header
 
 
 def test_run_of_shards_is_trained_resumed_and_evaluated(tokenizer, tmp_path):
@@ -279,11 +282,8 @@ def test_run_of_shards_is_trained_resumed_and_evaluated(tokenizer, tmp_path):
     for name in ("train.bin", "val.bin"):
         write_shard(tmp_path / name, tokens, 2, has_header=False)
     data = {"data": (str(tmp_path / "train.bin"),), "val": (str(tmp_path / "val.bin"),)}
-    sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 8, "batch": 2, "steps": 2}
-    place = {"device": "cpu", "backend": "torch", "tokenizer": tokenizer.name}
-    of_tokens = {"data_format": "tokens16"}
-    config = arbcli.configure(**data, **sizes, **place, **of_tokens)
-    arbcli.train(config, out=tmp_path / "run")
+    about = TINY | data | {"steps": 2, "backend": "torch", "data_format": "tokens16"}
+    arbcli.train(arbcli.configure(**about, tokenizer=tokenizer.name), out=tmp_path / "run")
     facts = read_facts(tmp_path / "run")
     assert facts["text"]["train_bytes"] == len(PLAIN_TEXT)
     assert arbcli.resume(tmp_path / "run", steps=3).steps == 3
@@ -293,9 +293,8 @@ def test_run_of_shards_is_trained_resumed_and_evaluated(tokenizer, tmp_path):
     plain = arbcli.evaluate(model, [str(tmp_path / "a.txt")], batch=99)
     assert shard.nats_per_byte == plain.nats_per_byte
     assert (shard.tokens, shard.bytes) == (plain.tokens, plain.bytes)
-    of_bytes = arbcli.configure(**data, **sizes, device="cpu", backend="torch", **of_tokens)
     with pytest.raises(ArbError, match="the model reads bytes"):
-        arbcli.train(of_bytes, out=tmp_path / "other")
+        arbcli.train(arbcli.configure(**about), out=tmp_path / "other")
     (tmp_path / "train.bin").write_bytes((tmp_path / "train.bin").read_bytes()[:-2] + b"\1\0")
     with pytest.raises(ArbError, match="the text is not the one"):
         arbcli.resume(tmp_path / "run", steps=4)
@@ -371,16 +370,6 @@ def test_hostile_file_is_refused_in_one_line(case, tokenizer, tmp_path):
         tokenised(open_text([str(tmp_path / name)], conversion)[0], tokenizer)
     assert "\n" not in str(caught.value)
     assert not [*texts_folder().glob("*")] or name == "a.tar.gz"
-
-
-def test_shard_is_read_as_bytes_if_asked(tmp_path):
-    (tmp_path / "a.bin").write_bytes(header(20240520, 1, 8) + SHARD)
-    text, _ = open_text([str(tmp_path / "a.bin")], Conversion(data_format="bytes"))
-    assert text.read(0, len(text)) == header(20240520, 1, 8) + SHARD
-    (tmp_path / "b.txt").write_bytes(b"text")
-    assert len(find_files([str(tmp_path)], [], Conversion())) == 2  # by its header
-    (tmp_path / "a.bin").write_bytes(SHARD + bytes(9))
-    assert len(find_files([str(tmp_path)], [], Conversion())) == 1
 
 
 @pytest.mark.parametrize("name", ["stream.arrow", "a.feather", "a.tar"])

@@ -45,36 +45,28 @@ def test_gzip_is_unpacked_once(tmp_path, cache):
     assert not list(cache.glob(".*"))
 
 
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8], ids=["plain", "marked"])
 @pytest.mark.parametrize("end", ["", "\n", "\n\n"])
 @pytest.mark.parametrize("block", [7, 2**20])
-@pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL", "a.jsonl.gz"])
-def test_field_of_records_is_the_text(tmp_path, name, block, end, monkeypatch):
+@pytest.mark.parametrize("name", ["A.JSONL", "a.jsonl.gz", "a.ndjson", "a.json", "array.json"])
+def test_field_of_records_is_the_text(tmp_path, name, block, end, mark, monkeypatch):
     monkeypatch.setattr("arbcli.data.conversion.BLOCK_BYTES", block)
     texts = "naïve", "two\nlines", None, "", "é"
-    lines = [json.dumps({"text": text, "id": 1}) for text in texts]
-    data = ("\n".join(lines) + end).encode()
-    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    expected = "naïve\ntwo\nlines\n\né\n".encode()
-    assert read(tmp_path / name, "text") == expected
+    records = [{"text": text, "id": 1} for text in texts]
+    data = "\n".join(json.dumps(record) for record in records) + end
+    if name == "array.json":
+        data = json.dumps(records, indent=2)
+    data = mark + data.encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert read(path, "text") == "naïve\ntwo\nlines\n\né\n".encode()
+    whole = plain_file(path, DOCUMENTS).read_bytes().removeprefix(codecs.BOM_UTF8)
+    assert [json.loads(line) for line in whole.splitlines() if line] == records
     with pytest.raises(ArbError, match=r"line 1 of .* it has no `body`") as caught:
-        read(tmp_path / name, "body")
+        read(path, "body")
     assert caught.value.hint.startswith("its fields are `text`, `id`: ")
     with pytest.raises(ArbError, match="it is neither a text nor"):
-        read(tmp_path / name, "id")
-
-
-@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8], ids=["plain", "marked"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "array.json", "a.json.gz"])
-def test_every_form_of_records_has_the_same_text(name, mark, tmp_path):
-    records = [{"text": "a\nb", "id": 1}, {"text": "ü"}]
-    data = "".join(json.dumps(record) + "\n" for record in records).encode()
-    if name == "array.json":
-        data = json.dumps(records, indent=2).encode()
-    data = mark + data
-    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    assert read(tmp_path / name, "text") == "a\nb\nü\n".encode()
-    whole = plain_file(tmp_path / name, DOCUMENTS).read_bytes().removeprefix(codecs.BOM_UTF8)
-    assert [json.loads(line) for line in whole.splitlines()] == records
+        read(path, "id")
 
 
 def test_damaged_array_is_refused(tmp_path):
@@ -137,24 +129,15 @@ def test_frames_are_read_one_after_another_in_blocks_of_any_size(tmp_path, block
             read(path)
 
 
-def peak_of_reading(path: Path, field: str | None = None) -> tuple[int, int]:
-    """Return how long a file unpacks to, and the most memory that Python held for it, in bytes."""
-    tracemalloc.start()
-    try:
-        size = plain_file(path, Conversion(field)).stat().st_size
-        return size, tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 def test_frame_is_unpacked_a_part_at_a_time(tmp_path, monkeypatch):
     """All of it at once took 2.3 GB, of a file of 98 KB. Runs without the package."""
     monkeypatch.setitem(sys.modules, "zstandard", Zstandard("zstandard"))
     path = tmp_path / "bomb.zst"
     path.write_bytes(zlib.compress(b"a" * 16 * 2**20))  # of 16 KB
-    size, held = peak_of_reading(path)
-    assert size == 16 * 2**20
-    assert held < 6 * 2**20
+    tracemalloc.start()
+    assert plain_file(path).stat().st_size == 16 * 2**20
+    assert tracemalloc.get_traced_memory()[1] < 6 * 2**20
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -215,23 +198,11 @@ def test_damaged_file_leaves_nothing(tmp_path, cache, cut):
         assert list(cache.iterdir()) == []
 
 
-def test_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
-    (tmp_path / "book.gz").write_bytes(gzip.compress(TEXT))
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ArbError, match="cannot write to the cache") as caught:
-        read(tmp_path / "book.gz")
-    assert "XDG_CACHE_HOME" in caught.value.hint
-
-
 def test_zstandard_is_unpacked(tmp_path):
     zstandard = pytest.importorskip("zstandard", reason="needs the extra `zst`")
     path = tmp_path / "book.txt.zst"
-    path.write_bytes(zstandard.compress(TEXT))
-    assert read(path) == TEXT
     path.write_bytes(zstandard.compress(TEXT) * 2)
     assert read(path) == TEXT * 2
-    for data in (path.read_bytes()[:-9], b"x" * 50):
-        path.write_bytes(data)
-        with pytest.raises(ArbError, match="cannot be unpacked"):
-            read(path)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ArbError, match="cannot be unpacked"):
+        read(path)

@@ -221,18 +221,13 @@ def test_whatever_the_package_raises_is_one_line_and_nothing_else_is_written(nam
     assert capfd.readouterr().err == ""
 
 
-def run_json(arb_here, *args: str) -> list[dict]:
-    done = arb_here(*args, "--json")
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
-    text_file, byte_tokenizer, tmp_path, arb_here
+    text_file, byte_tokenizer, tmp_path, arb_here, arb_json, arb_error
 ):
     run = tmp_path / "run"
     text = ["--data", str(text_file), "--tokenizer", str(byte_tokenizer)]
-    *_, last, _ = run_json(arb_here, "train", *SMALL, *text, "--quiet", "--out", str(run))
+    done = arb_here("train", *SMALL, *text, "--quiet", "--out", str(run), "--json")
+    *_, last, _ = map(json.loads, done.stdout.splitlines())
     tokenizer = Tokenizer.read(byte_tokenizer)
     texts = open_texts([str(text_file)], None, seed=0, context=12)
     val = tokenised(texts.val, tokenizer)
@@ -242,24 +237,19 @@ def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
     assert (run / "tokenizer.json").read_bytes() == byte_tokenizer.read_bytes()
     # the run has its own
     saved = ["--checkpoint", str(run), "--device", "cpu"]
-    (report,) = run_json(arb_here, "evaluate", *saved, "--quiet")
+    report = arb_json("evaluate", *saved)
     assert report["tokens"] == len(val)
     assert report["bytes"] == len(texts.val)
     assert report["nats_per_byte"] == pytest.approx(report["nats_per_token"] / val.symbol_bytes)
     (part,) = report["by_position"]  # of all positions, of which most count twice
     assert part["nats_per_byte"] == pytest.approx(report["nats_per_byte"], rel=0.05)
-    (written,) = run_json(arb_here, "generate", *saved, "--prompt", "ternary", "--length", "9")
-    assert written["length"] == 9
+    assert arb_json("generate", *saved, "--prompt", "ternary", "--length", "9")["length"] == 9
     assert arb_here("train", "--resume", str(run), "--steps", "4", "--quiet").returncode == 0
     (run / "tokenizer.json").write_bytes(byte_tokenizer.read_bytes() + b"\n")
     for command in (["train", "--resume", str(run), "--steps", "9"], ["generate", *saved]):
-        done = arb_here(*command)
-        assert done.returncode == 2
-        assert "is not the tokenizer" in done.stderr
+        assert "is not the tokenizer" in arb_error(*command)
     (run / "tokenizer.json").unlink()
-    done = arb_here("evaluate", *saved, "--data", str(text_file))
-    assert done.returncode == 2
-    assert "tokenizer.json" in done.stderr
+    assert "tokenizer.json" in arb_error("evaluate", *saved, "--data", str(text_file))
 
 
 MODEL = (
@@ -277,12 +267,11 @@ MODEL = (
     ],
 )
 def test_model_text_and_tokenizer_that_do_not_fit_are_refused(
-    vocabulary, with_tokenizer, words, said, text_file, byte_tokenizer, tmp_path, arb_here
+    vocabulary, with_tokenizer, words, said, text_file, byte_tokenizer, tmp_path, arb_error
 ):
     if vocabulary:
         (tmp_path / "model.toml").write_text(MODEL.format(vocabulary))
         words = ["--model", str(tmp_path / "model.toml")]
     words = [*words, *["--tokenizer", str(byte_tokenizer)] * with_tokenizer]
-    done = arb_here("train", "--data", str(text_file), "--no-save", *words)
-    assert done.returncode == 2
-    assert said.format(last=Tokenizer.read(str(byte_tokenizer)).size - 1) in done.stderr
+    said = said.format(last=Tokenizer.read(str(byte_tokenizer)).size - 1)
+    assert said in arb_error("train", "--data", str(text_file), "--no-save", *words)

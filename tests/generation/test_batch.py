@@ -9,6 +9,7 @@ from cells import FEW, Cell, each_cell, wide
 from graph_parts import graph_config
 
 from arbcli.base.errors import ArbError
+from arbcli.config.fields import change_fields
 from arbcli.config.presets import preset
 from arbcli.generation import batch as batches
 from arbcli.generation.batch import Request, generate_batch
@@ -118,21 +119,16 @@ def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
     check_neighbours(lm, first, second, b"words of it")
 
 
-@pytest.mark.parametrize(
-    ("cell", "sizes"),
-    [
-        (Cell("attention", "mlp", 1, "plain"), {"head_width": 6}),
-        (Cell("compressed", "mlp", 1, "plain"), {"heads": 1, "head_width": 12, "top_k": None}),
-        (Cell("compressed", "mlp", 1, "plain"), {"heads": 4, "kv_heads": 2, "head_width": 10}),
-    ],
-    ids=str,
-)
-def test_widths_that_no_kernel_reads_are_generated_without_it(cell, sizes, device):
+@pytest.mark.parametrize(("kind", "sizes"), [
+    ("attention", {"head_width": 6}),
+    ("compressed", {"heads": 1, "head_width": 12, "top_k": None}),
+    ("compressed", {"heads": 4, "kv_heads": 2, "head_width": 10}),
+], ids=str)  # fmt: skip
+def test_widths_that_no_kernel_reads_are_generated_without_it(kind, sizes, device):
     """Of all heads, or of the keys and values alone, which an indexer reads."""
-    blocks = tuple(
-        replace(block, mixer=replace(block.mixer, **sizes)) for block in cell.model().main.blocks
-    )
-    config = replace(cell.model(), stages=(replace(cell.model().main, blocks=blocks),))
+    config = change_fields(Cell(kind, "mlp", 1, "plain").model(), {
+        f"mixer.{name}": "none" if value is None else value for name, value in sizes.items()
+    })  # fmt: skip
     with torch.device(device):
         lm = LanguageModel(config, torch.float32)
     lm.initialise(0)
@@ -221,23 +217,23 @@ def test_cache_takes_the_predicted_memory(lm):
         pass
 
 
-@pytest.mark.parametrize("kv", ["int8"])
-def test_keys_and_values_have_the_requested_format(lm, kv, monkeypatch):
-    decoders, new = [], batches.Decoder
+def test_keys_and_values_have_the_requested_format(lm, monkeypatch):
+    new, formats = batches.Decoder, []
 
-    def decoder(*arguments, **options):
-        decoders.append(new(*arguments, **options))
-        return decoders[-1]
+    def new_decoder(*arguments, **options):
+        made = new(*arguments, **options)
+        formats.append(made.cache.main.blocks[0].keys.codes.element_size())
+        return made
 
-    monkeypatch.setattr(batches, "Decoder", decoder)
+    monkeypatch.setattr(batches, "Decoder", new_decoder)
     asked = [request(one.prompt, one.length, temperature=0.0) for one in REQUESTS[:3]]
-    texts_of = dict(generate_batch(lm, asked, kv=kv))
-    together = dict(generate_batch(lm, asked[::-1], 2, kv=kv))
-    assert [texts_of[index] for index in range(3)] == [together[2 - index] for index in range(3)]
+    together = dict(generate_batch(lm, asked, kv="int8"))
+    others = dict(generate_batch(lm, asked[::-1], 2, kv="int8"))
     for index, one in enumerate(asked):
-        alone = b"".join(generate(lm, one.prompt, one.length, one.sampling, kv=kv))
-        assert alone[:3] == texts_of[index][:3]
-    assert decoders[0].cache.main.blocks[0].keys.codes.element_size() == 1
+        alone = b"".join(generate(lm, one.prompt, one.length, one.sampling, kv="int8"))
+        assert alone[:3] == together[index][:3]
+        assert others[2 - index] == together[index]
+    assert {*formats} == {1}
     assert lm.cache_format == CacheFormat()
 
 
@@ -256,6 +252,7 @@ def test_lines_are_read_as_prompts_with_options():
     assert [prompt.prompt for prompt in prompts] == [b"a", b"b", b"c"]
     assert [prompt.length for prompt in prompts] == [7, 7, 2]
     assert [(prompt.sampling.seed, prompt.stream) for prompt in prompts] == [(3, 0), (3, 1), (9, 0)]
+    assert read('"a\\udcff"')[0].prompt == b"a\xff"  # as Python writes what is not UTF-8
     (one,) = read('{"prompt": "d", "temperature": 0, "top_k": 5, "top_p": 0.5}')
     assert one.sampling == Sampling(temperature=0, top_k=5, top_p=0.5, seed=3)
 
@@ -281,7 +278,3 @@ def test_wrong_line_is_named(line, why):
     with pytest.raises(ArbError, match=message) as caught:
         read('"a"', "", line)
     assert caught.value.hint
-
-
-def test_bytes_that_are_not_utf_8_are_written_as_python_does():
-    assert read('"a\\udcff"')[0].prompt == b"a\xff"

@@ -118,33 +118,23 @@ def test_parts_of_windows_have_the_mean_loss_of_their_positions(near, parts, tmp
 
 @pytest.mark.parametrize(("positions", "rows"), [(3 * CTX, 3), (1, 1), (2**15, 16)])
 def test_fewer_long_windows_are_evaluated_at_once(positions, rows, tmp_path, monkeypatch):
+    """And progress is in bytes for all symbols."""
     monkeypatch.setattr(evaluation, "MOST_POSITIONS", positions)
-    model, text = Fake(), make_text(tmp_path, bytes(range(250)))
-    evaluate(model, "", text, "", stride=CTX, batch=None, backend="torch")
+    monkeypatch.setattr(Text, "symbol_bytes", 2.0)
+    model, text, told = Fake(), make_text(tmp_path, bytes(range(251))), []
+    about = {"stride": CTX, "batch": None, "backend": "torch"}
+    report = evaluate(model, "", text, "", progress=lambda *news: told.append(news), **about)
     assert max(batch for batch, _ in model.batches) == rows
-
-
-def test_progress_is_in_bytes_for_all_symbols(tmp_path, monkeypatch):
-    monkeypatch.setattr(Text, "symbol_bytes", 2.5)
-    text, told = make_text(tmp_path, bytes(range(41))), []
-    about = {"stride": 6, "batch": 2, "backend": "torch"}
-    report = evaluate(Fake(), "", text, "", progress=lambda *news: told.append(news), **about)
-    assert told[-1] == (100, 100, report.nats_per_byte)
+    assert told[-1] == (500, 500, report.nats_per_byte)
 
 
 @pytest.mark.parametrize(("content", "stride", "message"), [
     (b"0123456789abcdef", 13, "`--stride` is 13"), (b"x", 6, "a text of one byte"),
 ])  # fmt: skip
 def test_short_texts_and_long_strides_are_refused(content, stride, message, tmp_path):
-    make_text(tmp_path, content)
     with pytest.raises(ArbError, match=message):
         evaluate(
-            Fake(),
-            "",
-            *open_text([str(tmp_path / "text")]),
-            batch=4,
-            backend="torch",
-            stride=stride,
+            Fake(), "", make_text(tmp_path, content), "", batch=4, backend="torch", stride=stride
         )
 
 

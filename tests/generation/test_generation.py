@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 from weakref import ref
 
@@ -37,25 +38,14 @@ def continued(lm, prompt: bytes, length: int, sampling: Sampling | None = None) 
     return b"".join(generate(lm, prompt, length, sampling))
 
 
-@pytest.mark.parametrize(
-    ("text", "period"),
-    [
-        (b"", None),
-        (b"begins " + b"and so on, " * 20, 11),
-        (b"begins " + b"and so on, " * 20 + b"and", 11),
-        (b"begins " + b"and so on, " * 20 + b"ends", None),
-        (b"a" * 63, None),
-        (b"a" * 64, 1),
-        (bytes(range(100)) * 2 + bytes(range(99)), None),
-        (bytes(range(100)) * 3, 100),
-    ],
-)
-def test_period_of_a_text_is_the_smallest_that_repeats_to_its_end(text, period):
-    assert repetition_period(text) == period
-
-
-def test_text_of_a_model_without_a_past_repeats(device):
-    """Greedy, and with a context of one byte: each byte follows from the one before."""
+def test_period_of_a_text_is_the_smallest_that_repeats_to_its_end(device):
+    """Of a greedy text with a context of one byte, each byte follows from the one before."""
+    begins, count = b"begins " + b"and so on, " * 20, bytes(range(100))
+    for repeated, period in (
+        (b"", None), (begins, 11), (begins + b"and", 11), (begins + b"ends", None),
+        (b"a" * 63, None), (b"a" * 64, 1), (count * 2 + count[:-1], None), (count * 3, 100),
+    ):  # fmt: skip
+        assert repetition_period(repeated) == period
     text = bytearray()
     report = continue_text(
         model(device, ctx=1), "model", b"a", 160, GREEDY, backend="torch", on_bytes=text.extend
@@ -103,26 +93,20 @@ def test_greedy_text_is_that_of_whole_forwards(prompt, weights, device):
     assert prompt + continued(lm, prompt, 16 - len(prompt), GREEDY) == expected
 
 
-LONG = {
-    "narrow": {"window": 5, "layers": 3},
-    "key heads": {"key_heads": 1, "layers": 2},
-    "streams": {"streams": 2, "layers": 2},
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "texts", "kv"), [("narrow", 2, "int8"), ("key heads", 1, None), ("streams", 1, None)]
-)
+    ("sizes", "window", "texts", "kv"),
+    [({"layers": 3}, 5, 2, "int8"), ({"key_heads": 1}, None, 1, None),
+     ({"streams": 2}, None, 1, None)],
+)  # fmt: skip
 def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it(
-    name, kv, texts, device, monkeypatch
+    sizes, window, texts, kv, device, monkeypatch
 ):
     """Symbols before the reach of the windows of attention are counted, but not read.
 
     Of several texts the last slot has the prompt, and the others have none.
     """
-    about = {"dim": 32, "heads": 2, "ffn": 40, "ctx": 8} | LONG[name]
-    window = about.pop("window", None)
-    config = preset("tiny", **about)
+    sizes = {"dim": 32, "layers": 2, "heads": 2, "ffn": 40, "ctx": 8} | sizes
+    config = preset("tiny", **sizes)
     wide, *others = config.main.blocks
     narrow = replace(wide, mixer=replace(wide.mixer, window=window))
     config = replace(config, stages=(replace(config.main, blocks=(narrow, *others)),))
@@ -253,34 +237,27 @@ def test_text_after_others_in_a_slot_is_that_of_a_new_decoder(device):
                 next(used.stream(9))
 
 
+SAMPLED = Sampling(top_k=20, top_p=0.9, seed=4)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv", ["fp8", "int8"])
-def test_captured_step_in_eight_bits_gives_the_bits_of_an_eager_step(kv, device):
-    lm, results = model(device, dtype=torch.bfloat16, ctx=64), []
-    with lm.prepared_weights():
+@pytest.mark.parametrize(
+    ("sampling", "weights", "kv"),
+    [
+        *product((GREEDY, SAMPLED), ("ternary", "float", "ste"), [None]),
+        *product([GREEDY], ["ternary"], ("fp8", "int8")),
+    ],
+    ids=str,
+)
+def test_captured_step_gives_the_bits_of_an_eager_step(sampling, weights, kv, device):
+    lm, results = model(device, weights, torch.bfloat16, ctx=64), []
+    with lm.prepared_weights(), lm.cached_as(kv):
         for capture in (False, True):
-            with lm.cached_as(kv):
-                decoder = Decoder(lm, 300, capture=capture)
-            decoder.begin(b"0123456789" * 5, GREEDY)
+            decoder = Decoder(lm, 300, capture=capture)
+            decoder.begin(b"0123456789" * 5, sampling)
             text = b"".join(decoder.stream(250))
             rings = [part for b in decoder.cache.main.blocks for part in b.tensors()]
             results.append((text, [part.view(torch.int8) for part in rings]))
     (text, eager), (same, captured) = results
     assert text == same
     assert all(map(torch.equal, eager, captured))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=20, top_p=0.9, seed=4)], ids=str)
-def test_captured_step_gives_the_bits_of_an_eager_step(sampling, weights, device):
-    lm = model(device, weights, torch.bfloat16, ctx=64)
-    texts, rings = [], []
-    with lm.prepared_weights():
-        for capture in (False, True):
-            decoder = Decoder(lm, 300, capture=capture)
-            decoder.begin(b"0123456789" * 5, sampling)
-            texts.append(b"".join(decoder.stream(250)))
-            rings += [[part for b in decoder.cache.main.blocks for part in b.tensors()]]
-    assert texts[0] == texts[1]
-    assert all(torch.equal(*pair) for pair in zip(*rings, strict=True))

@@ -52,26 +52,28 @@ def test_single_process_loads_a_model_of_several_processes(saved, tmp_path):
         load_model(rewritten(tmp_path / "other", path, tensors=tensors), device="cpu")
 
 
-def test_requested_dtype_overrides_that_of_the_run(saved, tmp_path):
-    path = saved()
-    (tmp_path / "config.json").write_text('{"config": {"compute": "bf16"}}')
+def test_requested_dtype_overrides_that_of_the_run_which_must_have_one(saved, tmp_path):
+    path, config = saved(), tmp_path / "config.json"
+    config.write_text('{"config": {"compute": "bf16"}}')
     assert load_model(path, device="cpu").compute_dtype == torch.bfloat16
     assert load_model(path, device="cpu", compute="fp32").compute_dtype == torch.float32
     with pytest.raises(ArbError, match="`compute` is `fp64`"):
         load_model("nowhere", device="cpu", compute="fp64")
-
-
-@pytest.mark.parametrize("config", ["[]", '{"config": 3}', '{"config": {"compute": "fp64"}}'])
-def test_run_without_a_dtype_is_refused(config, saved, tmp_path):
-    path = saved()
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(
-        ArbError, match=r"in place of an object|no valid `config`|`compute` is `fp64`"
-    ):
-        load_weights(path, print)
+    config.write_text('{"config": {"compute": "fp8"}}')
+    assert load_weights(path, print).compute == "fp8"
+    for text, said in (
+        ("[]", "in place of an object"), ('{"config": 3}', "no valid `config`"),
+        ('{"config": {"compute": "fp64"}}', "`compute` is `fp64`"),
+        ('{"config": {}}', r"no valid `config\.compute`: it is missing"),
+    ):  # fmt: skip
+        config.write_text(text)
+        with pytest.raises(ArbError, match=said) as caught:
+            load_weights(path, print)
+    assert caught.value.hint == "give `--compute`"
 
 
 SAMPLING = Sampling(seed=3)
+REQUEST = Request(prompt=b"a", length=2, sampling=SAMPLING)
 
 
 def evaluated(model: LanguageModel, tmp_path) -> None:
@@ -81,27 +83,30 @@ def evaluated(model: LanguageModel, tmp_path) -> None:
     evaluate(model, "", Text([path]), "", **about)
 
 
-USES: dict[str, tuple[Callable, bool]] = {
-    "evaluate": (evaluated, True),
+USES: dict[str, tuple[Callable, bool, str]] = {
+    "evaluate": (evaluated, True, "use a smaller `--batch`"),
     "continue_text": (
         lambda model, _: continue_text(model, "", b"a", 3, SAMPLING, backend="torch"), True,
-    ),
-    "generate": (lambda model, _: list(generate(model, b"a", 3, backend="torch")), False),
+        OUT_OF_MEMORY),
+    "generate": (
+        lambda model, _: list(generate(model, b"a", 3, backend="torch")), False, OUT_OF_MEMORY),
+    "generate_batch": (
+        lambda model, _: list(generate_batch(model, [REQUEST], backend="torch")), False,
+        OUT_OF_MEMORY),
     "continue_batch": (
-        lambda model, _: list(continue_batch(
-            model, [Request(prompt=b"a", length=2, sampling=SAMPLING)], backend="torch"
-        )), True,
-    ),
-    "chunk_depths": (lambda model, _: chunk_depths(model, b"abcdefghij", "torch"), True),
+        lambda model, _: list(continue_batch(model, [REQUEST], backend="torch")), True,
+        OUT_OF_MEMORY),
+    "chunk_depths": (lambda model, _: chunk_depths(model, b"abcdefghij", "torch"), True, ""),
 }  # fmt: skip
-"""Functions that use a model, and whether each is in deterministic mode."""
+"""Functions that use a model, whether in deterministic mode, and the hint without memory."""
 
 
 @pytest.mark.parametrize("name", USES)
 def test_model_is_used_in_deterministic_mode_on_the_backend_without_gradients(
     name, small_hnet, tmp_path
 ):
-    use, is_deterministic = USES[name]
+    """And lack of memory is an error with a hint."""
+    use, is_deterministic, hint = USES[name]
     given = {k: v for k, v in small_hnet.items() if k not in ("preset", "batch")}
     model = build_model(preset("hnet-tiny", **given), torch.float32)
     model.initialise(0)
@@ -111,39 +116,19 @@ def test_model_is_used_in_deterministic_mode_on_the_backend_without_gradients(
         mode = torch.get_deterministic_debug_mode()
         seen.add((mode == 2, backends._forced, torch.is_grad_enabled()))
 
+    def take(*_) -> None:
+        raise torch.OutOfMemoryError("there is none")
+
     model.embedding.register_forward_hook(look)
     use(model, tmp_path)
     assert seen == {(is_deterministic, "torch", False)}
     assert torch.get_deterministic_debug_mode() == 1  # of these tests
     assert backends._forced is None
-
-
-def generate_several(model: LanguageModel, _tmp_path) -> None:
-    several = [Request(prompt=b"a", length=1, sampling=SAMPLING)]
-    list(generate_batch(model, several, backend="torch"))
-
-
-HINTS = {
-    "evaluate": (evaluated, "use a smaller `--batch`"),
-    "continue_text": (USES["continue_text"][0], OUT_OF_MEMORY),
-    "generate": (USES["generate"][0], OUT_OF_MEMORY),
-    "generate_batch": (generate_several, OUT_OF_MEMORY),
-}
-"""Functions that use a model, and the hint of each where memory is too small."""
-
-
-@pytest.mark.parametrize("name", HINTS)
-def test_lack_of_memory_is_an_error_with_a_hint(name, tmp_path):
-    use, hint = HINTS[name]
-    model = build_model(preset("tiny", dim=8, layers=1, heads=1, ffn=8, ctx=8), torch.float32)
-
-    def take(*_) -> None:
-        raise torch.OutOfMemoryError("there is none")
-
     model.embedding.register_forward_hook(take)
-    with pytest.raises(ArbError, match="the GPU's memory is not enough") as caught:
-        use(model, tmp_path)
-    assert caught.value.hint == hint
+    if hint:
+        with pytest.raises(ArbError, match="the GPU's memory is not enough") as caught:
+            use(model, tmp_path)
+        assert caught.value.hint == hint
 
 
 IN_RANGE = {

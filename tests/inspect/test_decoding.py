@@ -122,6 +122,8 @@ def test_decoding_returns_to_its_level_of_memory(config, monkeypatch):
         kept.append(torch.zeros(100))
         step(decoder)
 
+    model = dataclasses.replace(config().model, vocabulary=300)  # without a tokenizer
+    assert audit_decoding(dataclasses.replace(config(), model=model), PREFILL).passed
     monkeypatch.setattr(decoding.Decoder, "step", leaking)
     assert not audit_decoding(config(), PREFILL).passed
 
@@ -129,8 +131,3 @@ def test_decoding_returns_to_its_level_of_memory(config, monkeypatch):
 def test_step_in_which_the_first_chunk_begins_returns_to_the_level(config):
     model = preset("hnet-tiny", boundaries="every", chunk_length=2)
     assert audit_decoding(dataclasses.replace(config(), model=model), 6).passed
-
-
-def test_memory_of_decoding_tokens_is_measured_without_their_tokenizer(config):
-    model = dataclasses.replace(config().model, vocabulary=300)
-    assert audit_decoding(dataclasses.replace(config(), model=model), PREFILL).passed

@@ -91,7 +91,7 @@ def test_presets_have_their_size(name, millions):
     assert predict(preset(name)).trained_weights / 1e6 == pytest.approx(millions, rel=2e-3)
 
 
-def test_measure_names_floats_by_their_owners():
+def test_measure_names_floats_by_their_owners_and_finds_the_updater_of_a_sink():
     model = model_of(preset("tiny", **TINY), "cpu")
     assert measure(model).float_names == ()
     model.register_buffer("table", torch.zeros(3))
@@ -99,11 +99,14 @@ def test_measure_names_floats_by_their_owners():
     model.head.master = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
     model.norm.cache = [{"x": torch.zeros(7)}]
     measured = measure(model)
-    names = {"table", "turns", "head.master", "norm.cache.0.x"}
-    assert set(measured.float_names) == names
-    assert measured.float_buffers == 3 + 2
-    assert measured.float_parameters == 5
-    assert measured.float_attributes == 7
+    assert {*measured.float_names} == {"table", "turns", "head.master", "norm.cache.0.x"}
+    assert (measured.float_buffers, measured.float_parameters) == (3 + 2, 5)
+    updater = Updater(model.weights().values(), 0, torch.float32)
+    updater.shadow = torch.zeros(9)
+    assert measured.float_attributes == measure(model).float_attributes == 7
+    assert measure(model, updater).float_attributes == 7 + 9
+    model.head.weight.sink = updater
+    assert measure(model).float_attributes == 7 + 9
 
 
 @dataclasses.dataclass(slots=True)
@@ -141,17 +144,6 @@ def test_measure_sees_a_tensor_by_any_name_in_any_container(name):
     float_counts = (measured.float_attributes, measured.float_buffers, measured.float_parameters)
     assert float_counts == (3 * number, 5, 7 + 6)
     assert measured.state_bytes - before == 4 * sum(float_counts)
-
-
-def test_measure_finds_the_updater_of_a_sink():
-    config = preset("tiny", **TINY)
-    model = model_of(config, "cpu")
-    updater = Updater(model.weights().values(), 0, torch.float32)
-    updater.shadow = torch.zeros(9)
-    assert measure(model).float_attributes == 0
-    assert measure(model, updater).float_attributes == 9
-    model.head.weight.sink = updater
-    assert measure(model).float_attributes == 9
 
 
 def test_measure_takes_large_integers_outside_buffers_for_state():

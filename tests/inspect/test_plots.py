@@ -1,13 +1,11 @@
 """The pictures are real PNG files with something on them, and errors come before the work."""
 
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from made_runs import make_run
-from made_runs import record as record_of
+from made_runs import make_run, record
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
@@ -32,20 +30,13 @@ def words_on(figure) -> list:
     ]
 
 
-def record(step: int, val_loss: float | None) -> dict:
-    return {"step": step, "loss": 6 / math.sqrt(step), "val_loss": val_loss}
-
-
 @pytest.fixture
 def run(tmp_path) -> Path:
-    path = tmp_path / "001-256x4-moment"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps({"text": {"entropy": 3.2}}))
     records = [
-        record(step, 3 - step / 100 if step % 50 == 0 else None) for step in range(10, 110, 10)
+        record(step, 6 / math.sqrt(step), 3 - step / 100 if step % 50 == 0 else None)
+        for step in range(10, 110, 10)
     ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    return path
+    return make_run(tmp_path / "001-256x4-moment", records, text={"entropy": 3.2})
 
 
 @pytest.fixture
@@ -102,18 +93,15 @@ def test_plot_training_draws_a_curve(run, figures, tmp_path):
     marked = ["2.000", "uniform 5.545", "order 0 3.200"]
     about = ("001-256x4-moment: loss", "step", "nats a byte", marked, ["training", "held out"])
     assert words_on(figures[0]) == [about]
-
-
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
-def test_plot_training_refuses_other_folders_than_runs(name, run, tmp_path):
-    (run / name).unlink()
-    with pytest.raises(ArbError, match=r"cannot read .*config.json|has no records"):
-        plot_training(run, tmp_path / "curve.png")
+    for name in ("metrics.jsonl", "config.json"):
+        (run / name).unlink()
+        with pytest.raises(ArbError, match=r"cannot read .*config.json|has no records"):
+            plot_training(run, tmp_path / "curve.png")
 
 
 def test_plot_runs_draws_each_group_in_a_colour(figures, tmp_path):
     runs = [
-        make_run(tmp_path / f"{lr}-{seed}", [record_of(10, 3.0), record_of(20, 2.0 + seed, lr)],
+        make_run(tmp_path / f"{lr}-{seed}", [record(10, 3.0), record(20, 2.0 + seed, lr)],
                  lr=lr, seed=seed)
         for lr, seed in ((0.5, 0), (0.25, 0), (0.5, 1))
     ]  # fmt: skip
@@ -161,39 +149,35 @@ def test_plot_probe_draws_four_panels(report, figures, tmp_path):
     assert figures[0].get_suptitle() == "moment: ok   (3.34 M weights, T32, ctx 64)"
 
 
-def test_plot_probe_leaves_gaps_and_no_figure_open(report, tmp_path):
+def test_plot_probe_draws_lengths_of_chunks_leaves_gaps_and_no_figure_open(
+    report, figures, tmp_path
+):
     """Gaps for what is not finite."""
     from matplotlib import pyplot
 
     before = pyplot.get_fignums()  # of other tests
     for reading in report["readings"][2:]:
         reading |= {"loss": None, "val_loss": None, "residual_rms": (None, None, None)}
+    report["chunks"] = {"lengths": (5, 3, 0, 1), "mean_lengths": (1.7, 2.5), "sample_bytes": (97,)}
     plot_probe(report, tmp_path / "probe.png")
     assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
     assert pyplot.get_fignums() == before
-
-
-def test_unwritable_picture_is_an_error(report, run, tmp_path):
-    for draw, subject in ((plot_probe, report), (plot_training, run)):
-        with pytest.raises(ArbError, match="cannot write"):
-            draw(subject, tmp_path / "no-such-folder" / "picture.png")
-
-
-def test_missing_matplotlib_is_an_error_with_the_package_to_install(report, monkeypatch, tmp_path):
-    monkeypatch.setattr(plots, "find_spec", lambda _: None)
-    with pytest.raises(ArbError) as caught:
-        require_matplotlib()
-    assert "pip install" in caught.value.hint
-    with pytest.raises(ArbError):
-        plot_probe(report, tmp_path / "probe.png")
-
-
-def test_plot_probe_draws_lengths_of_chunks(report, figures, tmp_path):
-    report["chunks"] = {"lengths": (5, 3, 0, 1), "mean_lengths": (1.7, 2.5), "sample_bytes": (97,)}
-    plot_probe(report, tmp_path / "probe.png")
     *_, chunks = figures[0].axes
     columns = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in chunks.patches]
     assert columns == [pytest.approx(bar) for bar in ((1, 5), (2, 3), (3, 0), (4, 1))]
     assert [line.get_xdata()[0] for line in chunks.get_lines()] == [1.7]
     words = ("chunks of the held-out text", "bytes of a chunk", "chunks", [], ["mean 1.70"])
     assert words_on(figures[0])[-1] == words
+
+
+def test_missing_matplotlib_and_an_unwritable_picture_are_errors(
+    report, run, monkeypatch, tmp_path
+):
+    for draw, subject in ((plot_probe, report), (plot_training, run)):
+        with pytest.raises(ArbError, match="cannot write"):
+            draw(subject, tmp_path / "no-such-folder" / "picture.png")
+    monkeypatch.setattr(plots, "find_spec", lambda _: None)
+    for ask in (require_matplotlib, lambda: plot_probe(report, tmp_path / "probe.png")):
+        with pytest.raises(ArbError) as caught:
+            ask()
+        assert "pip install" in caught.value.hint

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from made_runs import train
 from marks import mostly_slow
 from torch.nn import functional
 
@@ -19,7 +20,6 @@ from arbcli.inspect.probe import (
     _count_acausal,
     _histogram,
     _ranges_of_blocks,
-    _Watch,
     examine,
     open_saved,
     probe,
@@ -28,8 +28,6 @@ from arbcli.inspect.verdicts import ProbeReport
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.model.packed import StreamedTensor
 from arbcli.training.configure import new_config
-from arbcli.training.observer import Observer
-from arbcli.training.run import start_run
 from arbcli.training.schedule import learning_rate
 from arbcli.training.trainer import Trainer
 
@@ -47,9 +45,7 @@ def text(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def run(text, tmp_path_factory):
-    path = tmp_path_factory.mktemp("runs") / "run"
-    start_run(new_config(**SMALL, data=[text], save_every=6), path, Observer())
-    return path
+    return train(tmp_path_factory.mktemp("runs"), b"", **SMALL, data=[text], save_every=6)
 
 
 def trainer_of(text: str, **changes) -> Trainer:
@@ -101,13 +97,6 @@ def test_probe_looks_at_several_streams(text):
             assert 0 < least <= most < 2
 
 
-def test_histograms_count_every_value_once(text):
-    for tensor in examine(trainer_of(text), 1).tensors:
-        assert sum(tensor.digits["remainder"].counts) == tensor.num_weights
-        assert sum(tensor.digits["moment"].counts) == tensor.num_weights
-        assert tensor.digits["scale"].low < tensor.digits["scale"].high
-
-
 def test_ranges_of_streams_are_those_of_attention_and_then_of_the_mlp():
     ends = torch.arange(16).view(4, 4)  # of a and of c, the least and the largest
     branches = ["mlp", "attention"] * 2
@@ -155,10 +144,9 @@ def test_probe_shows_the_chunks_of_a_model(text, small_hnet):
 
 def test_probe_shows_the_mean_length_of_chunks_of_tokens_alone(text, small_hnet, byte_tokenizer):
     given = small_hnet | {"data": [text], "steps": 1, "device": "cpu"}
-    report = probe(new_config(**given, tokenizer=byte_tokenizer), steps=1)
-    assert (report.chunks.sample_bytes, report.chunks.sample_depths) == ((), ())
-    (line,) = _chunks(report.chunks)
-    assert line.endswith(" tokens on average")
+    chunks = probe(new_config(**given, tokenizer=byte_tokenizer), steps=1).chunks
+    assert (chunks.sample_bytes, chunks.sample_depths) == ((), ())
+    assert [line.endswith(" tokens on average") for line in _chunks(chunks)] == [True]
 
 
 @pytest.mark.parametrize("part", mostly_slow(["codebook", "moe_graph"], lambda p: p == "moe_graph"))
@@ -231,6 +219,9 @@ def test_flips_are_those_that_the_updates_count(rule, text):
     shares = sum(reading.flip_share for reading in report.readings[1:])
     assert round(shares * trainer.updater.num_weights) == int(trainer.updater.flips) > 0
     for tensor in report.tensors:
+        for digit in {"moment", "remainder"} & tensor.digits.keys():
+            assert sum(tensor.digits[digit].counts) == tensor.num_weights
+        assert tensor.digits["scale"].low < tensor.digits["scale"].high
         of_tensor = torch.stack([trits[tensor.name] for trits in seen]).int()
         before, after = of_tensor[:-1], of_tensor[1:]
         counted = {
@@ -347,15 +338,6 @@ def test_nan_is_traced_to_the_module_that_makes_it(text, monkeypatch):
     assert report.readings[-1].val_loss is None
 
 
-def test_each_of_several_results_of_a_module_is_watched():
-    watch = object.__new__(_Watch)
-    watch._seen = []
-    watch._note("a part", (torch.ones(2), [torch.full((3,), -5.0)], torch.ones(2).long()))
-    assert [(what, float(largest)) for what, largest in watch._seen] == [
-        ("a part", 1.0), ("a part", 5.0),
-    ]  # fmt: skip
-
-
 def test_nan_of_a_gradient_is_traced_to_its_weight(text, monkeypatch):
     trainer = trainer_of(text)
     weight = trainer.model.blocks[0].attention.qkv.weight
@@ -367,62 +349,54 @@ def test_nan_of_a_gradient_is_traced_to_its_weight(text, monkeypatch):
     assert "`blocks.0.attention.qkv.weight` changed" in evidence(report, "dead")
 
 
-class TestSaved:
-    @staticmethod
-    def snapshot(run) -> dict:
-        return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.iterdir()}
+def snapshot(run) -> dict:
+    return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.iterdir()}
 
-    def test_probe_of_a_saved_model_steps_as_the_run_did(self, run, text):
-        before = self.snapshot(run)
-        config, checkpoint = open_saved(run / "step-000006.safetensors", steps=6, note=print)
-        assert config.steps == STEPS
-        report = probe(config, steps=6, checkpoint=checkpoint)
-        assert report.passed
-        assert [reading.step for reading in report.readings] == [*range(6, 13)]
-        assert self.snapshot(run) == before
-        plain = trainer_of(text)
-        losses = [float(plain.train_step()) for _ in range(STEPS)]
-        assert [reading.loss for reading in report.readings[1:]] == losses[6:]
 
-    def test_probe_continues_the_average_of_a_run_that_learns_from_a_teacher(
-        self, run, text, tmp_path
-    ):
-        given = SMALL | {"steps": 2, "weight_average": 2, "teacher": run, "data": [text]}
-        start_run(new_config(**given), tmp_path / "run", Observer())
-        config, checkpoint = open_saved(tmp_path / "run", steps=1, note=print)
-        probed = probe(config, steps=1, checkpoint=checkpoint)
-        assert [reading.step for reading in probed.readings] == [2, 3]
+def test_probe_of_a_saved_model_steps_as_the_run_did(run, text):
+    before = snapshot(run)
+    config, checkpoint = open_saved(run / "step-000006.safetensors", steps=6, note=print)
+    assert config.steps == STEPS
+    report = probe(config, steps=6, checkpoint=checkpoint)
+    assert report.passed
+    assert [reading.step for reading in report.readings] == [*range(6, 13)]
+    assert snapshot(run) == before
+    plain = trainer_of(text)
+    losses = [float(plain.train_step()) for _ in range(STEPS)]
+    assert [reading.loss for reading in report.readings[1:]] == losses[6:]
 
-    def test_options_replace_those_of_the_run(self, run, text):
-        config, checkpoint = open_saved(run, steps=5, note=print)
-        assert config.steps == checkpoint.step + 5 > STEPS  # it has ended, and is taken to go on
-        config, _ = open_saved(run, steps=1, note=print, batch=3, data=[text], lr=0.5)
-        assert (config.batch, config.data, config.val, config.lr) == (3, (text,), (), 0.5)
 
-    def test_another_text_drops_held_out_text_and_field_of_the_run(self, run, text, monkeypatch):
-        """Neither its held-out text nor the field of its records is of that one."""
+def test_probe_continues_the_average_of_a_run_that_learns_from_a_teacher(run, text, tmp_path):
+    given = SMALL | {"steps": 2, "weight_average": 2, "teacher": run, "data": [text]}
+    config, checkpoint = open_saved(train(tmp_path, b"", **given), steps=1, note=print)
+    probed = probe(config, steps=1, checkpoint=checkpoint)
+    assert [reading.step for reading in probed.readings] == [2, 3]
 
-        def change_texts(_run, facts):
-            return dataclasses.replace(train_config_from(facts), val=("v.txt",), field="said")
 
-        monkeypatch.setattr("arbcli.inspect.probe.run_config", change_texts)
-        config, _ = open_saved(run, steps=1, note=print, data=[text])
-        assert (config.data, config.val, config.field) == ((text,), (), None)
-        config, _ = open_saved(run, steps=1, note=print, device="cpu", backend="torch")
-        assert (config.val, config.field) == (("v.txt",), "said")
-        assert (config.device, config.backend) == ("cpu", "torch")
-        given = {"data": [text], "val": ["w.txt"], "field": "body"}
-        config, _ = open_saved(run, steps=1, note=print, **given)
-        assert (config.val, config.field) == (("w.txt",), "body")
+def test_options_replace_those_of_the_run_and_another_text_its_texts(run, text, monkeypatch):
+    """Neither the held-out text of the run nor the field of its records is of another text."""
+    config, checkpoint = open_saved(run, steps=5, note=print)
+    assert config.steps == checkpoint.step + 5 > STEPS  # it has ended, and is taken to go on
+    monkeypatch.setattr(
+        "arbcli.inspect.probe.run_config",
+        lambda _, facts: dataclasses.replace(train_config_from(facts), val=("v.txt",), field="a"),
+    )
+    given = {"batch": 3, "lr": 0.5, "device": "cpu", "backend": "torch"}
+    for texts, val, field in (
+        ({}, ("v.txt",), "a"), ({"data": [text]}, (), None),
+        ({"data": [text], "val": ["w.txt"], "field": "body"}, ("w.txt",), "body"),
+    ):  # fmt: skip
+        config, _ = open_saved(run, steps=1, note=print, **given | texts)
+        assert (config.val, config.field, config.data) == (val, field, (text,))
+        assert {name: getattr(config, name) for name in given} == given
 
-    def test_probe_reads_the_field_that_is_named(self, run, tmp_path):
-        records = tmp_path / "a.jsonl"
-        records.write_text('{"said": "' + "abc " * 200 + '", "other": "' + "x" * 4000 + '"}\n')
-        config, checkpoint = open_saved(run, steps=1, note=print, data=[str(records)], field="said")
-        assert config.field == "said"
-        read = probe(config, steps=1, checkpoint=checkpoint)
-        assert "a.jsonl" in read.text
-        assert read.text_entropy == pytest.approx(math.log(4), rel=0.1)
+
+def test_probe_reads_the_field_that_is_named(run, tmp_path):
+    records = tmp_path / "a.jsonl"
+    records.write_text('{"said": "' + "abc " * 200 + '", "other": "' + "x" * 4000 + '"}\n')
+    config, checkpoint = open_saved(run, steps=1, note=print, data=[str(records)], field="said")
+    read = probe(config, steps=1, checkpoint=checkpoint)
+    assert read.text_entropy == pytest.approx(math.log(4), rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,9 @@ def test_step_of_a_cpu_is_short_and_recomputes_as_a_last_resort(imagined):
     for room, options in ((2, "--batch 2 --accum 1"), (1, "--batch 1 --accum 2")):
         assert choose_step(config, STATE + room * WINDOW).options == f"--ctx 2048 {options}"
     assert choose_step(config, STATE + WINDOW // 2).recompute
-
-
-def test_nothing_is_predicted_of_a_step_that_cannot_fit(imagined):
+    imagined.clear()
     assert choose_step(config_of_any_gpu(**TINY, ctx=2048), 2**10) is None
-    assert not imagined
+    assert not imagined  # of a step that cannot fit
 
 
 def test_predicted_memory_is_that_of_the_chosen_step(monkeypatch):
@@ -208,21 +206,19 @@ def test_a_short_text_is_read_three_times(given, steps, place, arb_here, monkeyp
     assert run_module.build_trainer.call_args.args[0].steps == steps
 
 
-@pytest.mark.parametrize("given", [[], ["--batch", "2"], ["--accum", "2"]])
-def test_windows_of_an_imported_model_are_bounded(given, place, arb_here, monkeypatch):
+def test_windows_of_an_imported_model_are_bounded_in_training_and_audits(
+    place, arb_here, arb_json, monkeypatch
+):
     monkeypatch.setattr(recipe_module, "WINDOW", 16)
     assert arb_here("import", "folder", "--out", "run").returncode == 0
-    done = arb_here("train", "--init-from", "run", "--data", "text.txt", *CPU, *given, "--out", "a")
-    assert done.returncode == 0, done.stderr
-    assert settings_of("a")["ctx"] == 16
-
-
-def test_step_of_an_imported_model_is_audited(place, arb_here, monkeypatch):
-    monkeypatch.setattr(recipe_module, "WINDOW", 16)
-    assert arb_here("import", "folder", "--out", "run").returncode == 0
+    for number, given in enumerate(([], ["--batch", "2"], ["--accum", "2"])):
+        words = ["--init-from", "run", "--data", "text.txt", *given, "--out", f"a{number}"]
+        done = arb_here("train", *CPU, *words)
+        assert done.returncode == 0, done.stderr
+        assert settings_of(f"a{number}")["ctx"] == 16
     words = ["audit-memory", "run", "--batch", "2", "--budget", "1GiB", "--device", "cpu"]
-    done = [arb_here(*words, *ctx, "--json") for ctx in ([], ["--ctx", "16"], ["--ctx", "32"])]
-    assert [one.returncode for one in done] == [0, 0, 0], done[0].stderr
-    peaks = [json.loads(one.stdout)["predicted_peak"] for one in done]
+    peaks = [
+        arb_json(*words, *ctx)["predicted_peak"] for ctx in ([], ["--ctx", "16"], ["--ctx", "32"])
+    ]
     assert peaks[0] == peaks[1]
     assert peaks[0]["saved_bytes"] < peaks[2]["saved_bytes"]

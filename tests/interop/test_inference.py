@@ -19,12 +19,7 @@ from arbcli.model.rules import FADED
 
 
 @pytest.mark.parametrize(
-    ("rule", "digits"),
-    [
-        ("moment", "trit"),
-        ("votes", "trit"),
-        ("nibble", "all"),
-    ],
+    ("rule", "digits"), [("moment", "trit"), ("votes", "trit"), ("nibble", "all")]
 )
 def test_exported_weights_predict_as_their_checkpoint(saved, tmp_path, rule, digits):
     checkpoint = saved(rule=rule, digits=digits)
@@ -43,20 +38,16 @@ def test_exported_weights_predict_as_their_checkpoint(saved, tmp_path, rule, dig
     assert (rule, digits) == ("nibble", "all") or path.stat().st_size < checkpoint.stat().st_size
 
 
-def test_export_of_an_export_is_the_same_file(saved, tmp_path):
-    first, second = tmp_path / "first.safetensors", tmp_path / "second.safetensors"
-    export(saved(), "safetensors", out=first)
-    export(first, "safetensors", out=second)
-    assert first.read_bytes() == second.read_bytes()
-
-
-def test_file_has_the_origin_of_its_checkpoint(saved, tmp_path):
+def test_export_has_the_origin_of_its_checkpoint_and_so_has_its_own_export(saved, tmp_path):
     source = load_checkpoint(saved())
     (tmp_path / "config.json").write_text(json.dumps({"config": {"compute": "fp32"}}))
-    export(tmp_path, "safetensors", out=tmp_path / "weights")
-    weights = load_checkpoint(tmp_path / "weights")
+    first, second = tmp_path / "first.safetensors", tmp_path / "second.safetensors"
+    export(tmp_path, "safetensors", out=first)
+    weights = load_checkpoint(first)
     assert (weights.step, weights.config, weights.counters) == (7, source.config, {})
     assert weights.data == source.data | {"origin": source.digest, "compute": "fp32"}
+    export(first, "safetensors", out=second)
+    assert first.read_bytes() == second.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import pytest
 import torch
 from folders import random_model
 
-from arbcli.base.errors import ArbError
-from arbcli.base.reading import read_json
 from arbcli.base.run_files import COMPANIONS
-from arbcli.generation.load import load_model
+from arbcli.generation.load import load_model, load_weights
 from arbcli.generation.tokens import symbols_of
-from arbcli.interop.gguf.tokens import CONTROL, NORMAL, PATTERNS, UNUSED
+from arbcli.interop.gguf.block_types import F32
+from arbcli.interop.gguf.container import GGUFFile
+from arbcli.interop.gguf.tokens import CONTROL, NORMAL, PATTERNS, UNUSED, token_keys
 
 TEXT = "def main(self):\n    return 1234  # naïve text, that doesn't end\n\n" * 40
 PROMPT = "def main 1234 naïve\n  it's"
@@ -51,8 +51,6 @@ def make_tokenizer(transformers, rules: str):
 
 def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    from arbcli.interop.gguf.container import GGUFFile
-
     folder = tmp_path / "folder"
     tokenizer = make_tokenizer(transformers, "llama-bpe")
     random_model(transformers, "Llama 3", bos_token_id=290, eos_token_id=291).save_pretrained(
@@ -112,11 +110,6 @@ def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_h
 
 def test_file_describes_the_tokens(transformers, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    from arbcli.generation.load import load_weights
-    from arbcli.interop.gguf.block_types import F32
-    from arbcli.interop.gguf.container import GGUFFile
-    from arbcli.interop.gguf.tokens import token_keys
-
     tokenizer = make_tokenizer(transformers, "llama-bpe")
     model = random_model(transformers, "Llama 3", bos_token_id=290, eos_token_id=[291, 3])
     model.save_pretrained(tmp_path / "folder")
@@ -144,26 +137,12 @@ def test_file_describes_the_tokens(transformers, tmp_path, arb_here, monkeypatch
 
     path, companions = tmp_path / "run" / "tokenizer.json", tmp_path / "run" / COMPANIONS
     config = load_weights(tmp_path / "run", print).model.config
-    others = [companion for companion in companions.iterdir() if companion.name != "config.json"]
-    for gone in (*([companion] for companion in others), others):  # each may be absent, and all
-        for companion in gone:
-            companion.rename(tmp_path / companion.name)
-        keys = token_keys(path, companions, config)
-        has_template = (companions / "chat_template.jinja").exists()
-        assert ("tokenizer.chat_template" in keys) == has_template
-        for companion in gone:
-            (tmp_path / companion.name).rename(companion)
-
-    known = read_json(path)
-    for changed, why in (
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "no rules"),
-        ({"model": known["model"] | {"type": "Unigram"}}, "not byte-level BPE"),
-        ({"model": known["model"] | {"byte_fallback": True}}, "not byte-level BPE"),
-        ({"model": known["model"] | {"vocab": {"a": 320}}}, "that the model lacks"),
-    ):
-        path.write_text(json.dumps(known | changed))
-        with pytest.raises(ArbError, match=why):
-            token_keys(path, None, config)
+    for companion in [*companions.iterdir()]:  # each may be absent
+        if companion.name != "config.json":
+            companion.unlink()
+            has_template = (companions / "chat_template.jinja").exists()
+            keys = token_keys(path, companions, config)
+            assert ("tokenizer.chat_template" in keys) == has_template
 
 
 def test_model_of_tokens_from_scratch_is_exported(transformers, tmp_path, arb_here, monkeypatch):

@@ -137,38 +137,21 @@ def logged_here(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, module)
 
 
-def needs(name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.usefixtures("logged_here")
+@pytest.mark.parametrize("name", LOGGERS)
+def test_package_has_the_logged_values_also_of_a_resumed_run(name, text, tmp_path):
     if importlib.util.find_spec(LOGGERS[name]) is None:
         pytest.skip(f"needs the package of `--log {name}`")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("logged_here")
-@pytest.mark.parametrize("name", LOGGERS)
-def test_package_has_the_logged_values(name, text, tmp_path):
-    needs(name)
     told = []
     train(text, tmp_path / "run", find_logger(name, told.append))
-    assert told == []
     assert {"val_loss", "trits/head"} <= READERS[name](tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("logged_here")
-@pytest.mark.parametrize("name", LOGGERS)
-def test_resumed_run_is_logged_to_the_same_run(name, text, tmp_path):
-    needs(name)
-    told = []
-    train(text, tmp_path / "run", find_logger(name, told.append))
     (tmp_path / "run" / "step-000003.safetensors").unlink()
     resume_run(tmp_path / "run", find_logger(name, told.append))
     assert told == []
 
 
-FACTS = {
-    "config": {"steps": 5, "model": {"dim": 32}},
-    "started": "2026-01-02",
-}
+FACTS = {"config": {"steps": 5, "model": {"dim": 32}}, "started": "2026-01-02"}
 
 
 def stand_in(name: str, monkeypatch) -> tuple[base.Logger, MagicMock]:

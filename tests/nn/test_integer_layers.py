@@ -16,6 +16,10 @@ LAYERS = {
     "transposed input": (lambda: nn.Linear(8, 5), lambda: torch.randn(8, 3, 2).transpose(0, 2)),
     "expanded input": (lambda: nn.Linear(8, 5), lambda: torch.randn(1, 8).expand(4, 8)),
     "no rows": (lambda: nn.Linear(8, 5), lambda: torch.randn(0, 8)),
+    "embedding with padding": (
+        lambda: nn.Embedding(12, 40, padding_idx=3),
+        lambda: torch.tensor([[3, 1, 1], [7, 3, 11]], dtype=torch.int32),
+    ),
 }
 
 
@@ -46,30 +50,20 @@ def assert_close(a, b):
 def test_layer_equals_a_float_layer_of_the_decoded_weights(name):
     torch.manual_seed(0)
     build, draw = LAYERS[name]
-    layer = integers.Linear.from_float(build())
+    plain, x = build(), draw()
+    layer = getattr(integers, type(plain).__name__).from_float(plain)
     twin, seen = is_baseline(layer), Collected(layer)
-    x = draw()
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    floats = x.is_floating_point()
+    ours, theirs = (x.clone().requires_grad_(floats) for _ in range(2))
     y, expected = layer(ours), twin(theirs)
     assert_close(y, expected)
     (y.sin().sum()).backward()
     (expected.sin().sum()).backward()
-    assert_close(ours.grad, theirs.grad)
+    if floats:
+        assert_close(ours.grad, theirs.grad)
     assert_close(seen.grads["weight"], twin.weight.grad)
-    if twin.bias is not None:
+    if getattr(twin, "bias", None) is not None:
         assert_close(seen.grads["bias"].flatten(), twin.bias.grad)
-
-
-def test_embedding_leaves_its_padding_row_alone():
-    torch.manual_seed(0)
-    layer = integers.Embedding(12, 40, padding_idx=3)
-    twin, seen = is_baseline(layer), Collected(layer)
-    ids = torch.tensor([[3, 1, 1], [7, 3, 11]], dtype=torch.int32)
-    y, expected = layer(ids), twin(ids)
-    assert torch.equal(y, expected)
-    (y.sin().sum()).backward()
-    (expected.sin().sum()).backward()
-    assert_close(seen.grads["weight"], twin.weight.grad)
 
 
 @pytest.mark.parametrize("rows", [7, 0])
@@ -218,18 +212,6 @@ def test_autocast_multiplies_in_bfloat16():
             run()
 
 
-def test_second_derivatives_are_refused():
-    layer = integers.Linear(16, 8)
-    x = torch.randn(4, 16, requires_grad=True)
-    with pytest.raises(ArbError, match="no second derivatives"):
-        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-
-
-def test_ids_are_integers():
-    with pytest.raises(ArbError, match=r"ids are torch\.float32"):
-        integers.Embedding(16, 8)(torch.tensor([1.5]))
-
-
 def test_evaluation_records_nothing():
     layer = integers.Linear(16, 8)
     with torch.no_grad():
@@ -258,10 +240,16 @@ def test_dtype_changes_what_weights_are_decoded_to():
     assert table(torch.tensor([3])).dtype == torch.float32  # as before the error
 
 
-def test_weights_cannot_be_assigned():
-    layer = integers.Linear(16, 8)
-    for value in (nn.Parameter(torch.zeros(8, 16)), torch.zeros(8, 16)):
+def test_wrong_uses_are_refused():
+    layer, x = integers.Linear(16, 8), torch.randn(4, 16, requires_grad=True)
+    with pytest.raises(ArbError, match="no second derivatives"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(ArbError, match=r"ids are torch\.float32"):
+        integers.Embedding(16, 8)(torch.tensor([1.5]))
+    for name, value in (
+        ("weight", nn.Parameter(torch.zeros(8, 16))),
+        ("weight", torch.zeros(8, 16)),
+        ("out_features", 9),
+    ):
         with pytest.raises(ArbError, match="cannot be assigned"):
-            layer.weight = value
-    with pytest.raises(ArbError, match="cannot be assigned"):
-        layer.out_features = 9
+            setattr(layer, name, value)

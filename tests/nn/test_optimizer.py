@@ -58,17 +58,6 @@ def test_steps_equal_those_of_the_updater(rule, accumulation):
     assert equal(state(model), state(twin))
 
 
-def test_no_gradient_is_stored():
-    model, optimizer, ids = build()
-    before = state(model)
-    loss(model, ids).backward()
-    assert all(value.grad is None for value in model.parameters())
-    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
-    optimizer.step()
-    optimizer.zero_grad()
-    assert not equal(before, state(model))
-
-
 def digits(model: nn.Module) -> dict:
     """Return z, in units of the remainder, of all packed tensors."""
     levels = {}
@@ -136,6 +125,7 @@ def test_an_early_step_is_close_to_a_complete_one():
 
 
 def test_training_continues_from_its_state():
+    """A state that is loaded within a step begins it again."""
     model, optimizer, ids = build(accumulation=2)
 
     def step(model, optimizer):
@@ -144,33 +134,21 @@ def test_training_continues_from_its_state():
         optimizer.step()
 
     step(model, optimizer)
-    saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
+    saved = pickle.dumps((model.state_dict(), optimizer.state_dict()))
     step(model, optimizer)
     other, again, _ = build(accumulation=2, seed=5)
-    other.load_state_dict(saved[0])
-    again.load_state_dict(saved[1])
-    assert again.param_groups[0]["seed"] == 0
-    step(other, again)
-    assert equal(state(model), state(other))
-
-
-def test_loading_within_a_step_begins_it_again():
-    model, optimizer, ids = build(accumulation=2)
-    saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
-    states = []
     for interrupted in (False, True):
         if interrupted:
-            loss(model, ids).backward()
-        model.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-        for _ in range(2):
-            loss(model, ids).backward()
-        optimizer.step()
-        states.append(state(model))
-    assert equal(*states)
+            loss(other, ids).backward()
+        of_model, of_optimizer = pickle.loads(saved)
+        other.load_state_dict(of_model)
+        again.load_state_dict(of_optimizer)
+        assert again.param_groups[0]["seed"] == 0
+        step(other, again)
+        assert equal(state(model), state(other))
 
 
-def test_gradients_that_are_not_finite_are_counted_and_ignored():
+def test_gradients_and_rates_that_are_not_finite_step_nothing():
     model, optimizer, ids = build()
     before = state(model)
     (loss(model, ids) * torch.nan).backward()
@@ -180,6 +158,10 @@ def test_gradients_that_are_not_finite_are_counted_and_ignored():
     assert optimizer.counters() == {"nonfinite_steps": 1, "refused": 7}
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.counters() == {"nonfinite_steps": 1, "refused": 7}
+    optimizer.param_groups[0]["lr"] = math.nan  # as of a schedule of no steps
+    with pytest.raises(ArbError, match="of step 1 is not finite"):
+        loss(model, ids).backward()
+    assert equal(before, state(model))
 
 
 def test_another_backward_than_announced_is_refused():
@@ -227,14 +209,6 @@ def test_interrupted_backward_leaves_no_gradient():
     assert equal(state(layer), state(twin))
 
 
-def test_optimizer_of_torch_over_integers_is_refused():
-    model, _, ids = build()
-    other = torch.optim.AdamW(model.parameters())
-    loss(model, ids).backward()
-    with pytest.raises(ArbError, match="AdamW has integer weights among its parameters"):
-        other.step()
-
-
 def test_floats_are_trained_by_an_optimizer_of_torch():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
@@ -247,12 +221,6 @@ def test_floats_are_trained_by_an_optimizer_of_torch():
     other.step()
     assert isinstance(model[1].bias, nn.Parameter)
     assert not torch.equal(model[1].bias, bias)
-
-
-def test_further_parameters_are_refused():
-    _, optimizer, _ = build()
-    with pytest.raises(ArbError, match="a single group of parameters"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
 
 
 def test_copies_are_models_of_their_own():
@@ -272,8 +240,13 @@ def test_copies_are_models_of_their_own():
             duplicate(optimizer)
 
 
-def test_frozen_models_pass_gradients_on():
+def test_no_gradient_is_stored_and_frozen_models_pass_gradients_on():
     model, optimizer, ids = build()
+    loss(model, ids).backward()
+    assert all(value.grad is None for value in model.parameters())
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
+    optimizer.step()
+    optimizer.zero_grad()
     model.requires_grad_(False)
     before = state(model)
     x = model[0](ids).requires_grad_()
@@ -283,19 +256,22 @@ def test_frozen_models_pass_gradients_on():
     assert equal(before, state(model))
 
 
-def test_states_of_other_optimizers_are_refused():
-    model, optimizer, _ = build()
+def test_wrong_uses_are_refused():
+    model, optimizer, ids = build()
     other = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ArbError, match="state is not that"):
-        optimizer.load_state_dict(other.state_dict())
-
-
-def test_models_without_integers_are_refused():
-    with pytest.raises(ArbError, match="has no integer weights"):
-        arbcli.nn.IntegerOptimizer(nn.Linear(3, 3))
-    for accumulation in (0, 2.0):
-        with pytest.raises(ArbError, match=f"`accumulation` is {accumulation}"):
-            build(accumulation=accumulation)
+    loss(model, ids).backward()
+    further = {"params": [nn.Parameter(torch.zeros(3))]}
+    for use, said in (
+        (other.step, "AdamW has integer weights among its parameters"),
+        (lambda: optimizer.add_param_group(further), "a single group of parameters"),
+        (lambda: optimizer.load_state_dict(other.state_dict()), "state is not that"),
+        (lambda: arbcli.nn.IntegerOptimizer(nn.Linear(3, 3)), "has no integer weights"),
+        (lambda: build(accumulation=0), "`accumulation` is 0"),
+        (lambda: build(accumulation=2.0), "`accumulation` is 2.0"),
+        (model[2].weight_packed._replicate_for_data_parallel, "several GPUs"),
+    ):
+        with pytest.raises(ArbError, match=said):
+            use()
 
 
 @pytest.mark.parametrize(
@@ -315,16 +291,6 @@ def test_numbers_out_of_range_are_refused(settings):
         arbcli.nn.IntegerOptimizer(arbcli.nn.Linear(4, 4), **settings)
 
 
-def test_rate_that_is_not_finite_steps_nothing():
-    """As of a schedule of no steps."""
-    model, optimizer, ids = build()
-    before = state(model)
-    optimizer.param_groups[0]["lr"] = math.nan
-    with pytest.raises(ArbError, match="of step 0 is not finite"):
-        loss(model, ids).backward()
-    assert equal(before, state(model))
-
-
 def test_settings_that_change_within_a_step_are_those_of_the_next():
     model, optimizer, ids = build(accumulation=2)
     loss(model, ids).backward()
@@ -337,9 +303,3 @@ def test_settings_that_change_within_a_step_are_those_of_the_next():
         loss(model, ids).backward()
     optimizer.step()
     assert optimizer.step_number == 2
-
-
-def test_several_gpus_of_a_process_are_refused():
-    model, _, _ = build()
-    with pytest.raises(ArbError, match="several GPUs"):
-        model[2].weight_packed._replicate_for_data_parallel()

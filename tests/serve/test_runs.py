@@ -98,13 +98,6 @@ def test_new_records_are_seen_and_replaced_ones_are_another_branch(folder):
     assert len(branches) == 3  # the last lines continue those before
 
 
-def test_damaged_run_is_named_with_its_reason(folder):
-    (folder / "001-a" / "config.json").write_text("{cut off")
-    answer = client(folder).get("/runs").json()
-    assert [run["name"] for run in answer["runs"]] == ["002-b"]
-    assert "is not JSON" in answer["damaged"]["001-a"]
-
-
 def test_file_that_is_too_large_for_records_is_not_read(folder, monkeypatch):
     path = folder / "002-b" / "metrics.jsonl"
     with path.open("ab") as file:
@@ -140,7 +133,11 @@ def test_no_name_leads_out_of_the_folder(name, folder):
     assert [run["name"] for run in get("/runs").json()["runs"]] == ["001-a", "002-b"]
 
 
-def test_folder_that_vanishes_is_one_line(folder):
+def test_damage_is_named_with_its_reason(folder):
+    (folder / "001-a" / "config.json").write_text("{cut off")
+    answer = client(folder).get("/runs").json()
+    assert [run["name"] for run in answer["runs"]] == ["002-b"]
+    assert "is not JSON" in answer["damaged"]["001-a"]
     answer = client(folder.parent / "nowhere").get("/runs")
     assert answer.status_code == 500
     assert "cannot read" in answer.json()["error"]["message"]

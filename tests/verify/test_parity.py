@@ -10,19 +10,9 @@ from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.families.compressed import attention as compressed_attention
 from arbcli.families.graph import codebook
 from arbcli.verify import parity
-from arbcli.verify.models import (
-    FULL_SIZE,
-    LARGEST,
-    MODELS,
-    RAGGED,
-    fits,
-    shortened,
-)
+from arbcli.verify.models import FULL_SIZE, LARGEST, MODELS, RAGGED, fits, shortened
 from arbcli.verify.parity import CHECKS
-from arbcli.verify.subjects import (
-    Subject,
-    all_subjects,
-)
+from arbcli.verify.subjects import Subject, all_subjects
 
 
 def failed(results):
@@ -111,6 +101,12 @@ def test_model_of_memories_agrees_with_the_reference_in_the_kernels(device):
     assert not failed(parity.check_model(use_kernels(subject("graph"), device)))
 
 
+LOSSES = {
+    "graph": {"text", "ponder"}, "hnet": {"text", "ratio"}, "hnet words": {"text"},
+    "compressed": {"text", "indexer"}, "mixed": {"text", "ratio", "indexer"},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_every_block_and_weight_of_a_model_is_compared(torch_results, name):
     with torch.device("meta"):
@@ -120,6 +116,8 @@ def test_every_block_and_weight_of_a_model_is_compared(torch_results, name):
     blocks = [block for block, *_ in parity.named_blocks(model.config)]
     head = [] if model.config.main.router else ["head"]
     assert items["output"] == ["embedding", *blocks, *head]
+    losses = {item.split()[0] for item in items["end to end"] if item.endswith(" loss")}
+    assert losses == LOSSES.get(name, losses)
     weights = [key for key, tensor in model.weights().items() if not tensor.frozen]
     assert items["whole gradient"] == weights
     prefixes = tuple(f"{part}." for part in ("embedding", *blocks))
@@ -127,8 +125,15 @@ def test_every_block_and_weight_of_a_model_is_compared(torch_results, name):
     assert {f"input of {part}" for part in (*blocks, *head)} <= set(items["gradient"])
 
 
-def test_no_model_is_let_off_causality(torch_results):
-    """Each of few positions is changed; a masked model sees both sides."""
+def test_no_model_is_let_off_causality_and_no_gradient_is_nothing(torch_results, zeros):
+    """Each of few positions is changed; a masked model sees both sides.
+
+    Text is recalled, edges carry, every iteration has a share, experts and entries are used.
+    """
+    assert zeros == []
+    for name in IN_BF16[1:]:  # where choices are their own
+        results = [r for r in torch_results if r.model == f"{name} T32 bf16"]
+        assert max(r.relative_error for r in results if r.item == "logits") > 1e-3
     counts = Counter(result.model for result in torch_results if result.check == "causality")
     for tested in subjects_of_torch():
         changed = 0 if tested.config.is_masked else 2 * (tested.config.ctx - 1)
@@ -136,99 +141,65 @@ def test_no_model_is_let_off_causality(torch_results):
             assert counts[f"{tested.name} fp32"] == changed, tested.name
 
 
-def test_no_gradient_of_a_model_is_nothing(torch_results, zeros):
-    """Text is recalled, edges carry, every iteration has a share, experts and entries are used."""
-    assert zeros == []
+best_pairs, topk = codebook.best_pairs, torch.Tensor.topk
+route = parity.chunking.BoundaryRouter.forward
 
 
-LOSSES = {
-    "graph": {"text", "ponder"}, "hnet": {"text", "ratio"}, "hnet words": {"text"},
-    "compressed": {"text", "indexer"}, "mixed": {"text", "ratio", "indexer"},
-}  # fmt: skip
+def neighbours(left, right, top_k):
+    """Take rows that are one off."""
+    _, rows = best_pairs(left, right, top_k)
+    rows = (rows + 1) % (left.shape[1] * right.shape[1])
+    i, j = rows // right.shape[1], rows % right.shape[1]
+    return left.gather(1, i) + right.gather(1, j), rows
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_is_compared(torch_results, name):
-    items = {
-        r.item for r in torch_results if r.model == f"{name} T32 fp32" and r.check == "end to end"
-    }
-    assert {item.split()[0] for item in items if item.endswith(" loss")} == LOSSES[name]
+def worst(scores, k, **options):
+    """Take the worst of three."""
+    several = scores.dim() == 2 and scores.shape[1] == 3
+    return topk(scores, k, largest=not several, **options)
 
 
-def test_models_differ_in_bf16_where_choices_are_their_own(torch_results):
-    for name in IN_BF16[1:]:
-        results = [r for r in torch_results if r.model == f"{name} T32 bf16"]
-        assert max(r.relative_error for r in results if r.item == "logits") > 1e-3
-
-
-def test_choices_of_codes_are_judged_by_the_reference(monkeypatch):
-    """Rows that are one off are taken as they are, and their scores are not the best."""
-    original = codebook.best_pairs
-
-    def best_pairs(left, right, top_k):
-        _, rows = original(left, right, top_k)
-        rows = (rows + 1) % (left.shape[1] * right.shape[1])
-        i, j = rows // right.shape[1], rows % right.shape[1]
-        return left.gather(1, i) + right.gather(1, j), rows
-
-    monkeypatch.setattr(codebook, "best_pairs", best_pairs)
-    results = parity.check_model(subject("graph"))
-    assert [result.item for result in failed(results)] == ["scores of choices"]
-
-
-def test_choices_of_experts_are_judged_by_the_reference(monkeypatch):
-    """The worst of three are chosen: they are taken as they are, and their scores are not best."""
-    topk = torch.Tensor.topk
-
-    def worst(scores, k, **options):
-        several = scores.dim() == 2 and scores.shape[1] == 3
-        return topk(scores, k, largest=not several, **options)
-
-    monkeypatch.setattr(torch.Tensor, "topk", worst)
-    results = parity.check_model(subject("graph"))
-    assert [result.item for result in failed(results)] == ["scores of choices"]
-
-
-def test_boundaries_are_judged_by_the_reference(monkeypatch):
-    """Where chunks begin is taken as it is, and p does not say so."""
-    router = parity.chunking.BoundaryRouter
-    forward = router.forward
-
-    def moved(self, x):
-        routed = forward(self, x)
-        begins = ~routed.begins
-        begins[:, 0] = True
-        return routed._replace(begins=begins)
-
-    monkeypatch.setattr(router, "forward", moved)
-    results = parity.check_model(subject("hnet"))
-    assert [result.item for result in failed(results)] == ["scores of choices"]
-
-
-def test_halting_is_judged_by_the_reference(monkeypatch):
-    """Positions that halt late are taken as they are, and have halted before."""
-    monkeypatch.setattr(parity.moe_graph, "HALT_AT", 0.2)
-    results = parity.check_model(subject("graph"))
-    assert [result.item for result in failed(results)] == ["scores of choices"]
+def moved(self, x):
+    """Begin chunks where p does not say so."""
+    routed = route(self, x)
+    begins = ~routed.begins
+    begins[:, 0] = True
+    return routed._replace(begins=begins)
 
 
 WRONG = {
+    "codes": ("graph", codebook, "best_pairs", neighbours),
+    "experts": ("graph", torch.Tensor, "topk", worst),
+    "boundaries": ("hnet", parity.chunking.BoundaryRouter, "forward", moved),
+    "late halting": ("graph", parity.moe_graph, "HALT_AT", 0.2),
+}
+"""A model, and what is replaced in it."""
+WRONG_ENTRIES = {
     "others": lambda chosen: torch.where(chosen > 0, chosen - 1, chosen),
     "a later one": lambda chosen: torch.where(chosen >= 0, chosen.max(), chosen),
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_choices_of_entries_are_judged_by_the_reference(wrong, monkeypatch):
-    """Entries that are not the best, or not there yet: nothing fails but their scores."""
-    original = compressed_attention.choose_entries
-    monkeypatch.setattr(
-        compressed_attention, "choose_entries", lambda *given: WRONG[wrong](original(*given))
-    )
-    (stage,) = MODELS["compressed"].stages
-    short = subject("compressed", stages=(replace(stage, blocks=stage.blocks[:1]),))
-    results = parity.check_model(short)
-    assert [r.item for r in failed(results)][:1] == ["scores of choices"]
+@pytest.mark.parametrize("name", [*WRONG, *(f"entries: {name}" for name in WRONG_ENTRIES)])
+def test_wrong_choices_are_taken_as_they_are_and_judged_by_the_reference(name, monkeypatch):
+    """Nothing fails but their scores."""
+    model, _, wrong = name.partition(": ")
+    if wrong:
+        original = compressed_attention.choose_entries
+        monkeypatch.setattr(
+            compressed_attention,
+            "choose_entries",
+            lambda *given: WRONG_ENTRIES[wrong](original(*given)),
+        )
+        (stage,) = MODELS["compressed"].stages
+        tested = subject("compressed", stages=(replace(stage, blocks=stage.blocks[:1]),))
+    else:
+        model, owner, attribute, replacement = WRONG[name]
+        monkeypatch.setattr(owner, attribute, replacement)
+        tested = subject(model)
+    failures = [result.item for result in failed(parity.check_model(tested))]
+    assert failures[:1] == ["scores of choices"]
+    assert wrong or len(failures) == 1
 
 
 @pytest.mark.slow  # of every scale type

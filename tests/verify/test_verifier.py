@@ -56,10 +56,7 @@ def break_parity(patch):
     patch.setattr(run, "check_model", lambda _: [PARITY, replace(PARITY, passed=False)])
 
 
-BREAKS = {
-    break_kernel: "integer state",
-    break_parity: "failures of `output`",
-}
+BREAKS = {break_kernel: "integer state", break_parity: "failures of `output`"}
 
 
 def test_nothing_wrong_passes(small):
