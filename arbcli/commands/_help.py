@@ -86,10 +86,7 @@ class Command(TyperCommand):
                 )
         for option, other in getattr(self.callback, "needed", {}).items():
             if option in options and other not in options:
-                raise ArbError(
-                    f"`{option}` only applies with `{other}`",
-                    hint=f"add `{other}`",
-                )
+                raise ArbError(f"`{option}` only applies with `{other}`", hint=f"add `{other}`")
         return super().invoke(ctx)
 
     def get_help(self, ctx: Any) -> str:

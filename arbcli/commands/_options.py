@@ -499,8 +499,7 @@ Checkpoint = Annotated[
     Path | None, typer.Option("--checkpoint", metavar=NAMED, help="The same, as an option.")
 ]
 Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print JSON on stdout, and no table.", rich_help_panel=OUTPUT),
+    bool, typer.Option("--json", help="Print JSON on stdout, and no table.", rich_help_panel=OUTPUT)
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Hide progress.", rich_help_panel=OUTPUT)]
 MANUAL_OPTIONS = {

@@ -166,8 +166,7 @@ def generate(
     device: Device = None,
     backend: Backend = None,
     chats: Annotated[
-        bool,
-        typer.Option("--chat", help="Format each prompt as a message by the chat template."),
+        bool, typer.Option("--chat", help="Format each prompt as a message by the chat template.")
     ] = False,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message of --chat.")

@@ -29,8 +29,7 @@ def serve(
     run: Run = None,
     checkpoint: Checkpoint = None,
     host: Annotated[
-        str,
-        typer.Option(metavar="ADDRESS", help="Address to listen at; others need --api-key."),
+        str, typer.Option(metavar="ADDRESS", help="Address to listen at; others need --api-key.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8000,
     api_key: Annotated[

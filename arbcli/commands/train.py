@@ -97,8 +97,7 @@ def train(
         ),
     ] = None,
     print_config: Annotated[
-        bool,
-        typer.Option("--print-config", help="Print the settings as TOML instead of training."),
+        bool, typer.Option("--print-config", help="Print the settings as TOML instead of training.")
     ] = False,
     out: Annotated[
         Path | None,
@@ -126,8 +125,7 @@ def train(
     device: Device = None,
     backend: Backend = None,
     pin: Annotated[
-        bool,
-        typer.Option("--pin", help="Pin the threads to one CPU socket, if there are several."),
+        bool, typer.Option("--pin", help="Pin the threads to one CPU socket, if there are several.")
     ] = False,
     plot: Annotated[
         Path | None,
@@ -152,8 +150,7 @@ def train(
         ),
     ] = None,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Start even if the predicted memory does not fit."),
+        bool, typer.Option("--force", help="Start even if the predicted memory does not fit.")
     ] = False,
     dry_run: Annotated[
         bool,
@@ -375,12 +372,7 @@ def _choose_step(
     budget = usable_bytes(torch.device(config.device), processes)
     size = len(texts.train)
     recipe = choose_step(
-        config,
-        budget,
-        text_tokens=size,
-        processes=processes,
-        sums=sums,
-        progress=display.wait,
+        config, budget, text_tokens=size, processes=processes, sums=sums, progress=display.wait
     )
     if recipe is None:
         raise ArbError(

@@ -35,10 +35,7 @@ def verify_kernels(
     ] = False,
     exhaustive: Annotated[
         bool,
-        typer.Option(
-            "--exhaustive",
-            help="Run Triton's kernels on all cases, in all scale types.",
-        ),
+        typer.Option("--exhaustive", help="Run Triton's kernels on all cases, in all scale types."),
     ] = False,
     fuzz: Annotated[
         int, typer.Option(min=0, help="Only check this many random cases for each kernel.")
@@ -47,13 +44,11 @@ def verify_kernels(
     timed: Annotated[
         bool,
         typer.Option(
-            "--time",
-            help="Also time the kernels that pass, next to torch and the GPU's roofline.",
+            "--time", help="Also time the kernels that pass, next to torch and the GPU's roofline."
         ),
     ] = False,
     ledger: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write the results to this folder."),
+        Path | None, typer.Option(metavar="DIR", help="Write the results to this folder.")
     ] = None,
     list_only: Annotated[
         bool, typer.Option("--list", help="List the kernels and their gates, without checking.")

@@ -24,13 +24,7 @@ from arbcli.config.model_file import model_from_toml, model_lines, to_toml
 from arbcli.config.presets import config_from_dict
 from arbcli.config.settings import as_type, plain_type
 from arbcli.config.short_forms import ARGUMENTS
-from arbcli.config.training import (
-    OPTIMIZERS,
-    TrainConfig,
-    field_of,
-    spelled_out,
-    train_config_dict,
-)
+from arbcli.config.training import OPTIMIZERS, TrainConfig, field_of, spelled_out, train_config_dict
 
 TOP = {
     field.name: plain_type(field.type)

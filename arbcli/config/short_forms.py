@@ -15,14 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 from arbcli.base.errors import ArbError
 from arbcli.base.lazy import ExtendedMapping, LoadedMapping
-from arbcli.config.model import (
-    MOST_BLOCKS,
-    BlockConfig,
-    Blocks,
-    Context,
-    ModelConfig,
-    StageConfig,
-)
+from arbcli.config.model import MOST_BLOCKS, BlockConfig, Blocks, Context, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.mlp import MLPConfig

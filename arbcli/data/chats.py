@@ -251,11 +251,7 @@ class _Reader:
     """Converts records to documents."""
 
     def __init__(
-        self,
-        field: str,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        ending: int | None,
+        self, field: str, tokenizer: Tokenizer, template: ChatTemplate | None, ending: int | None
     ) -> None:
         self.field, self.tokenizer, self.template = field, tokenizer, template
         self.ending = ending

@@ -26,15 +26,7 @@ from arbcli.base.environment import number_in
 from arbcli.base.errors import ArbError, library_errors, optional_module, quoted
 from arbcli.base.lazy import imported
 from arbcli.base.reading import unreadable
-from arbcli.data.files import (
-    PLAIN,
-    RECORDS,
-    TABLES,
-    TAR,
-    Conversion,
-    name_inside,
-    weight_of,
-)
+from arbcli.data.files import PLAIN, RECORDS, TABLES, TAR, Conversion, name_inside, weight_of
 from arbcli.families import MEDIA, medium_of
 
 BLOCK_BYTES = 2**20

@@ -18,13 +18,7 @@ from arbcli.config.training import TrainConfig
 from arbcli.data.files import has_documents
 from arbcli.data.text import Text, Texts
 from arbcli.inspect.allocator import Allocator
-from arbcli.inspect.trace import (
-    META,
-    Storages,
-    calling_function,
-    no_compiler,
-    no_memory,
-)
+from arbcli.inspect.trace import META, Storages, calling_function, no_compiler, no_memory
 from arbcli.kernels.runtime.arguments import dtype_name
 from arbcli.kernels.runtime.backend import compile_for, gpu_of
 from arbcli.kernels.runtime.device import COMPUTE, deterministic

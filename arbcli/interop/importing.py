@@ -20,12 +20,7 @@ from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER, checkpoints
 from arbcli.config.layer_spec import SCALE_TYPES, VOCABULARY
 from arbcli.config.model import ModelConfig
 from arbcli.interop.huggingface.companions import copy_companions, read_companion, write_companion
-from arbcli.interop.huggingface.config_json import (
-    NAME,
-    OF_TRITS,
-    model_name,
-    read_folder_config,
-)
+from arbcli.interop.huggingface.config_json import NAME, OF_TRITS, model_name, read_folder_config
 from arbcli.interop.huggingface.dense import Part, known_shape, sources
 from arbcli.interop.huggingface.folder import WeightFolder, check_tensors
 from arbcli.interop.rounding import are_ternary, group_peaks, put, put_trits

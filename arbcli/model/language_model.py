@@ -127,12 +127,7 @@ class LanguageModel(PackedModel):
         return self.logits(self._hidden(ids))
 
     def new_cache(
-        self,
-        positions: int,
-        texts: int = 1,
-        *,
-        first: int = 0,
-        device: torch.device | None = None,
+        self, positions: int, texts: int = 1, *, first: int = 0, device: torch.device | None = None
     ) -> "Cache":
         """Create the decoding cache of texts of at most `positions` bytes.
 

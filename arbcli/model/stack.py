@@ -205,12 +205,7 @@ class Stack(nn.ModuleList):
 
         def __iter__(self) -> Iterator[Block]: ...
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        stage: StageConfig,
-        spec: LayerSpec,
-    ) -> None:
+    def __init__(self, blocks: Blocks, stage: StageConfig, spec: LayerSpec) -> None:
         *firsts, self.num_branches = accumulate((len(block.parts) for block in blocks), initial=0)
         modules = [
             Block(config, stage, spec, first) for config, first in zip(blocks, firsts, strict=True)

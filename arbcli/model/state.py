@@ -142,8 +142,7 @@ class PositionCounter:
     def places(self) -> Tensor:
         """Indices of the positions being read, (T,) int32."""
         return self.here(
-            "places",
-            lambda: self.position + torch.arange(self.length, device=self.device),
+            "places", lambda: self.position + torch.arange(self.length, device=self.device)
         )
 
     @cached_property

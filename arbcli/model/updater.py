@@ -31,15 +31,7 @@ from arbcli.kernels.update.moment_squares import moment_squares
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.optimizers.base import Direction, FactoredUpdate
 from arbcli.model.packed import TernaryTensor
-from arbcli.model.rules.base import (
-    COLUMN,
-    NUM_STREAMS,
-    ROW,
-    TRIT,
-    Gradient,
-    State,
-    StepControl,
-)
+from arbcli.model.rules.base import COLUMN, NUM_STREAMS, ROW, TRIT, Gradient, State, StepControl
 from arbcli.model.step_parameters import BOOST_UNIT, Pace, StepLayout, loaded, step_values
 
 if TYPE_CHECKING:

@@ -332,10 +332,7 @@ class FusedMatrix(Matrix):
             self.emit_gradient(sink, (x,), torch.cat([group[0][1] for group in groups], dim=1))
             return
         grads = [
-            sum(
-                (grad_y.T @ x for x, grad_y in group[1:]),
-                group[0][1].T @ group[0][0],
-            )
+            sum((grad_y.T @ x for x, grad_y in group[1:]), group[0][1].T @ group[0][0])
             if group
             else self.decoded()[rows].zero_()
             for group, rows in zip(groups, self.parts, strict=True)

@@ -11,11 +11,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.run_files import CONFIG, best_checkpoints, checkpoints, directory_of, step_of
 from arbcli.config.training import TrainConfig
 from arbcli.model.checkpoint import Accept, Checkpoint, DamagedError, load_checkpoint
-from arbcli.training.directory import (
-    open_texts_again,
-    read_facts,
-    run_config,
-)
+from arbcli.training.directory import open_texts_again, read_facts, run_config
 from arbcli.training.recent import FIELD
 from arbcli.training.record import METRICS, held_out_losses, read_all_records, stays
 from arbcli.training.resume import (

@@ -18,12 +18,7 @@ from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG, RUNS, TOKENIZER, run_of
 from arbcli.config.settings import check_bounds
-from arbcli.config.training import (
-    TrainConfig,
-    train_config_dict,
-    train_config_from,
-    word_of,
-)
+from arbcli.config.training import TrainConfig, train_config_dict, train_config_from, word_of
 from arbcli.data.files import DOCUMENTS, Conversion, absolute_entry, has_documents
 from arbcli.data.opening import open_texts
 from arbcli.data.text import Text, Texts, check_is_bytes, entropy

@@ -130,11 +130,7 @@ class Muon:
 
 
 def step_batch(
-    parameters: list[Tensor],
-    grads: list[Tensor],
-    momentum: Tensor,
-    lr: Tensor,
-    weight_decay: float,
+    parameters: list[Tensor], grads: list[Tensor], momentum: Tensor, lr: Tensor, weight_decay: float
 ) -> None:
     """Step matrices of one shape by Muon with Nesterov momentum, in place.
 

@@ -14,19 +14,10 @@ import torch
 
 from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError, quoted
-from arbcli.base.run_files import (
-    CONFIG,
-    checkpoint_path,
-    checkpoints,
-    directory_of,
-)
+from arbcli.base.run_files import CONFIG, checkpoint_path, checkpoints, directory_of
 from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
-from arbcli.config.training import (
-    TrainConfig,
-    train_config_dict,
-    train_config_from,
-)
+from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.kernels.runtime.device import (
     check_compute,
     cpu_threads,

@@ -28,12 +28,7 @@ from arbcli.data.text import (
 )
 from arbcli.families import BYTE_KINDS, OBJECTIVES
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.runtime.device import (
-    COMPUTE,
-    EAGER_STEPS,
-    capturing,
-    set_compiler_determinism,
-)
+from arbcli.kernels.runtime.device import COMPUTE, EAGER_STEPS, capturing, set_compiler_determinism
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import (
     TOKENIZER_DIGEST,

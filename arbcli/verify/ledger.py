@@ -119,8 +119,7 @@ def number(value: float | None) -> str:
 
 
 def _ruled_out(
-    kernels: tuple[KernelResult, ...],
-    parity: tuple[ParityResult, ...],
+    kernels: tuple[KernelResult, ...], parity: tuple[ParityResult, ...]
 ) -> Iterable[str]:
     """Return statements on what the passed checks rule out as the cause of a fault."""
     exact = [result for result in kernels if result.unequal is not None]

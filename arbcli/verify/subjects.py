@@ -20,15 +20,7 @@ from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIRECTION, RULES, WITH_DIGITS
 from arbcli.verify.compare import errors
-from arbcli.verify.models import (
-    FULL_SIZE,
-    LARGEST,
-    MODELS,
-    RAGGED,
-    fits,
-    has_mamba,
-    shortened,
-)
+from arbcli.verify.models import FULL_SIZE, LARGEST, MODELS, RAGGED, fits, has_mamba, shortened
 from arbcli.verify.reference import Masks, named_blocks
 from arbcli.verify.scale_types import ALWAYS
 from arbcli.verify.verification import Gate
@@ -172,8 +164,7 @@ class Subject:
         """Tolerance for a block."""
         if self.dtype == torch.bfloat16:
             return Gate(
-                relative=0.03,
-                reason="a dozen roundings to bf16, of 2**-9 each, in a layer",
+                relative=0.03, reason="a dozen roundings to bf16, of 2**-9 each, in a layer"
             )
         relative = max(1e-5, self.config.ctx * 2.0**-24)
         reason = "float32 sums; float32 angles of late positions"

@@ -81,9 +81,7 @@ class Stopwatch:
 
 
 def time_calls(
-    calls: Sequence[Callable[[], object]],
-    stopwatch: Stopwatch,
-    seconds: float = 0.3,
+    calls: Sequence[Callable[[], object]], stopwatch: Stopwatch, seconds: float = 0.3
 ) -> list[list[float]]:
     """Time calls in turns.
 

@@ -46,9 +46,7 @@ class RotaryConfig:
         check_fields(self)
         if not 0 < self.share <= 1:
             raise ArbError(
-                f"`share` is {self.share}",
-                hint="use more than 0, and at most 1",
-                fields=("share",),
+                f"`share` is {self.share}", hint="use more than 0, and at most 1", fields=("share",)
             )
         banded = self.scaling in HIGH
         unused: tuple[str, ...] = () if banded else ("low", "high", "original_ctx")

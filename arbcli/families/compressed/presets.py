@@ -80,15 +80,15 @@ def compressed(
 FORM = Form(compressed, {"layers": MOST_BLOCKS})
 PRESETS: dict[str, dict[str, Any]] = {
     "arb-long": dict(
-        dim=768, layers=12, heads=12, ffn=1920, ctx=16384, head_width=128, rotary=64,
+        dim=768, layers=12, heads=12, ffn=1920, ctx=16384, head_width=128, rotary=64
     ),
     "arb-deep-small": dict(
         dim=512, layers=8, heads=8, ffn=256, ctx=4096, head_width=64, streams=4, window=128,
-        experts=16, moe_gate="softplus", hash_layers=2, shared_expert=True, moe_clamp=True,
+        experts=16, moe_gate="softplus", hash_layers=2, shared_expert=True, moe_clamp=True
     ),
     "arb-deep": dict(
         dim=1024, layers=61, heads=16, ffn=256, ctx=4096, head_width=128, streams=4, window=128,
-        experts=16, moe_gate="softplus", hash_layers=3, shared_expert=True, moe_clamp=True,
+        experts=16, moe_gate="softplus", hash_layers=3, shared_expert=True, moe_clamp=True
     ),
 }  # fmt: skip
 """Arguments of the form, by preset."""

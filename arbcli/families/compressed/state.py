@@ -78,13 +78,7 @@ class CompressedState(State):
             yield self._choice()
 
     def attend(
-        self,
-        x: Tensor,
-        norm: Any,
-        q: Tensor,
-        recent: Tensor,
-        values: Tensor,
-        gates: Tensor,
+        self, x: Tensor, norm: Any, q: Tensor, recent: Tensor, values: Tensor, gates: Tensor
     ) -> Tensor:
         """Store new bytes, and attend from them to all visible positions.
 
@@ -160,13 +154,7 @@ class CompressedState(State):
         )[0]
 
     def _choose(
-        self,
-        x: Tensor,
-        norm: Any,
-        keys: Tensor,
-        start: int,
-        group: int,
-        lowest: int,
+        self, x: Tensor, norm: Any, keys: Tensor, start: int, group: int, lowest: int
     ) -> Tensor:
         """Select entries for each group of new bytes, (1, N, k) int32; store the last selection."""
         choice, parts = self._choice(), list[Tensor]()
@@ -191,13 +179,7 @@ class CompressedState(State):
         return self.choice
 
     def _attend_one(
-        self,
-        x: Tensor,
-        norm: Any,
-        q: Tensor,
-        recent: Tensor,
-        values: Tensor,
-        gates: Tensor,
+        self, x: Tensor, norm: Any, q: Tensor, recent: Tensor, values: Tensor, gates: Tensor
     ) -> Tensor:
         """Attend from one new byte; no shape depends on its position."""
         layer = self.layer

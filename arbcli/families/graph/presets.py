@@ -169,14 +169,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         latent=128, rotary=32, ngram_rows=16384, ngram_dim=64, key_dim=32,
         codes=(64, 64), code_dim=64, code_heads=2, knowledge=(128, 128), knowledge_dim=32,
         knowledge_heads=4, top_k=4, experts=8, expert_dim=160, expert_ffn=160, gate_dim=32,
-        adapter_rank=16, edges=(4096, 4), head_ffn=416, moe=False, graph=False,
+        adapter_rank=16, edges=(4096, 4), head_ffn=416, moe=False, graph=False
     ),
     "arb-3b": dict(
         dim=2560, layers=20, heads=20, ffn=10240, ctx=64, rule="nibble", direction="factored",
         latent=512, rotary=32, ngram_rows=65987, ngram_dim=512, key_dim=128,
         codes=(512, 256), code_dim=1024, code_heads=4, knowledge=(2500, 2000), knowledge_dim=64,
         knowledge_heads=16, top_k=8, experts=56, expert_dim=1280, expert_ffn=2560, gate_dim=224,
-        adapter_rank=64, edges=(32768, 4), head_ffn=17600,
+        adapter_rank=64, edges=(32768, 4), head_ffn=17600
     ),
 }  # fmt: skip
 """Arguments of the form, by preset."""

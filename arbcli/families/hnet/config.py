@@ -39,9 +39,7 @@ class ChunkingConfig(SplitConfig):
         PartConfig.__post_init__(self)
         if self.length < 2:
             raise ArbError(
-                f"`chunk_length` is {self.length}",
-                hint="use 2 or more",
-                fields=("chunk_length",),
+                f"`chunk_length` is {self.length}", hint="use 2 or more", fields=("chunk_length",)
             )
 
     def check_model(self, config: "ModelConfig") -> None:

@@ -113,32 +113,32 @@ FORM = Form(hnet, {"layers": MOST_BLOCKS, "outer_layers": 256})
 PRESETS: dict[str, dict[str, Any]] = {
     "hnet-tiny": dict(
         dim=256, layers=3, heads=4, ffn=704, ctx=256, outer_dim=(128,), outer_layers=(1,),
-        outer_heads=(4,), outer_ffn=(352,), chunk_length=(4,), window=32,
+        outer_heads=(4,), outer_ffn=(352,), chunk_length=(4,), window=32
     ),
     "hnet-small": dict(
         dim=384, layers=5, heads=6, ffn=1024, ctx=1024, outer_dim=(256,), outer_layers=(1,),
-        outer_heads=(4,), outer_ffn=(704,), chunk_length=(4,), window=128,
+        outer_heads=(4,), outer_ffn=(704,), chunk_length=(4,), window=128
     ),
     "hnet-base": dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(512,), outer_layers=(2,),
-        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(4,), window=128,
+        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(4,), window=128
     ),
     "hnet-every": dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(512,), outer_layers=(2,),
-        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(32,), window=128, boundaries="every",
+        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(32,), window=128, boundaries="every"
     ),
     "hnet-long": dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=16384, outer_dim=(512,), outer_layers=(2,),
-        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(32,), window=128, boundaries="every",
+        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(32,), window=128, boundaries="every"
     ),
     "hnet-code": dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=16384, outer_dim=(512,), outer_layers=(2,),
-        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(128,), window=128, boundaries="every",
+        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(128,), window=128, boundaries="every"
     ),
     "hnet-two-stage": dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(384, 512),
         outer_layers=(2, 2), outer_heads=(6, 8), outer_ffn=(1024, 1408), chunk_length=(3, 3),
-        window=128,
+        window=128
     ),
 }  # fmt: skip
 """Arguments of the form, by preset."""

@@ -84,8 +84,7 @@ def _check(header: SoundHeader, path: Path) -> None:
         raise _damaged(path, f"its header says {header.frames:,} frames")
     if header.channels > MOST_CHANNELS:
         raise ArbError(
-            f"`{path}` has {header.channels} channels",
-            hint=f"mix it down to {MOST_CHANNELS} or 1",
+            f"`{path}` has {header.channels} channels", hint=f"mix it down to {MOST_CHANNELS} or 1"
         )
 
 
@@ -97,10 +96,7 @@ def _too_heavy(path: Path, content: BoundedFile) -> ArbError:
 
 
 def _damaged(path: Path, why: str) -> ArbError:
-    return ArbError(
-        f"`{path}` is not a readable sound: {why.strip().rstrip('.')}",
-        hint=DAMAGED,
-    )
+    return ArbError(f"`{path}` is not a readable sound: {why.strip().rstrip('.')}", hint=DAMAGED)
 
 
 def encode_samples(samples: "np.ndarray", form: str) -> bytes:

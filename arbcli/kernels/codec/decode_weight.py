@@ -22,10 +22,7 @@ Reason: one instruction multiplies two trits by their scale, which gives the sto
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import (
-    decode_digits,
-    decode_digits_triton,
-)
+from arbcli.kernels.codec.decode_digits import decode_digits, decode_digits_triton
 from arbcli.kernels.codec.layout import BLOCK, PLANE
 from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import has_planes, positions_in_block, trit_at

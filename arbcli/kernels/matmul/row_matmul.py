@@ -585,8 +585,7 @@ def _do_step(
         sums = all_sums[0]
         if ABREAST == 4:  # in the order of the shuffles of `_multiply_four_blocks`
             sums = _sum_pairwise(
-                _sum_pairwise(all_sums[0], all_sums[1]),
-                _sum_pairwise(all_sums[2], all_sums[3]),
+                _sum_pairwise(all_sums[0], all_sums[1]), _sum_pairwise(all_sums[2], all_sums[3])
             )
     # sums of a step go to shared memory, where `_finish` adds those of a tile
     for k in tl.static_range(len(sums)):

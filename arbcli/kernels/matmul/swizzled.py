@@ -175,7 +175,7 @@ def rows_torch(
     results = [
         tiles_torch(
             x[m : m + 1], weight, out_features, gated, eps,
-            None if added is None else added[m : m + 1], dtype,
+            None if added is None else added[m : m + 1], dtype
         )
         for m in range(len(x))
     ]  # fmt: skip

@@ -13,12 +13,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, INT8, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.kernels.update.hadamard import (
-    BLOCK_FITS,
-    column_signs,
-    mix_blocks,
-    mixed_back,
-)
+from arbcli.kernels.update.hadamard import BLOCK_FITS, column_signs, mix_blocks, mixed_back
 from arbcli.kernels.update.quantise_gradient import NONE, NOT_FINITE, SUMS, together
 
 

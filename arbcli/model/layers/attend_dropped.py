@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from arbcli.kernels.attention.dropped_attention import (
-    dropped_attention,
-    dropped_attention_backward,
-)
+from arbcli.kernels.attention.dropped_attention import dropped_attention, dropped_attention_backward
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.model.layers.attend import positions_seen
 from arbcli.model.layers.dropout import Mask, dropout

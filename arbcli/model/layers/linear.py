@@ -25,12 +25,7 @@ from arbcli.model.layers.products import (
     fits_low_precision,
     fits_row_matmul,
 )
-from arbcli.model.packed import (
-    DecodingLayer,
-    GradientSink,
-    StreamedTensor,
-    recomputing,
-)
+from arbcli.model.packed import DecodingLayer, GradientSink, StreamedTensor, recomputing
 
 if TYPE_CHECKING:
     from arbcli.kernels.attention.attend_parts import AttentionParts

@@ -343,12 +343,7 @@ class SymbolHead(TernaryLinear):
         self.weight = SymbolWeight(vocabulary, dim, spec, area=area)
 
     def losses(
-        self,
-        x: Tensor,
-        targets: Tensor | Predictions,
-        norm: TernaryRMSNorm,
-        *,
-        recompute: bool,
+        self, x: Tensor, targets: Tensor | Predictions, norm: TernaryRMSNorm, *, recompute: bool
     ) -> Tensor:
         """Compute the cross-entropy of each position in nats, or its divergence from a teacher.
 

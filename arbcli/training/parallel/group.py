@@ -32,11 +32,7 @@ class Group:
     """
 
     def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        device: torch.device = CPU,
-        hosts: Sequence[str] = (),
+        self, rank: int = 0, size: int = 1, device: torch.device = CPU, hosts: Sequence[str] = ()
     ) -> None:
         self.rank, self.size, self.device, self._hosts = rank, size, device, hosts
         self.received = 0

@@ -3,16 +3,8 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.kernels.attend_ahead import (
-    KEEP_ACCEPTED,
-    MOST_AHEAD,
-    attend_ahead,
-)
-from arbcli.kernels.attention.attend_parts import (
-    MOST_PARTS,
-    WIDTHS,
-    sharing,
-)
+from arbcli.families.ahead.kernels.attend_ahead import KEEP_ACCEPTED, MOST_AHEAD, attend_ahead
+from arbcli.kernels.attention.attend_parts import MOST_PARTS, WIDTHS, sharing
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.attend_parts import attend_parts_reference
 from arbcli.verify.verification import Gate, Verification
@@ -82,7 +74,7 @@ attend_ahead_verification = Verification(
     attend_ahead, attend_ahead_reference, shapes=((2, 300, 1), (4, 99, 0), (6, 5, 0)),
     gate=Gate(
         relative=4e-3,
-        reason="as of `attend_parts`; then the mean of rounded parts is rounded to bf16 again",
+        reason="as of `attend_parts`; then the mean of rounded parts is rounded to bf16 again"
     ),
     compared=_append_rings, draw=_draw_ahead, needs_rows=False,
 )  # fmt: skip

@@ -87,14 +87,14 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 append_position_verification = Verification(
     APPEND_POSITION, append_position_reference, gate=Gate(
         relative=1e-5, peer_slack=0.1,
-        reason="float32 sums over a block; in bf16 no worse than torch by 10 %",
+        reason="float32 sums over a block; in bf16 no worse than torch by 10 %"
     ),
     compared=("recent", "entries", "opened"), draw=_draw, torch_is_peer=True, needs_rows=False,
 )  # fmt: skip
 append_position_8bit_verification = Verification(
     APPEND_POSITION_8BIT, append_position_8bit_reference, gate=Gate(
         relative=1e-2,
-        reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
+        reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is"
     ),
     compared=_append_buffers,
     draw=lambda rng, *sizes: quantise_inputs(_draw(rng, *sizes), rng.pick(CODES)),

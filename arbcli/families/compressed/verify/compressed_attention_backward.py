@@ -5,9 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.families.compressed.kernels.compressed_attention import (
-    Sight,
-)
+from arbcli.families.compressed.kernels.compressed_attention import Sight
 from arbcli.families.compressed.kernels.compressed_attention_backward import (
     compressed_attention_backward,
 )

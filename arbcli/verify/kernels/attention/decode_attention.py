@@ -103,7 +103,7 @@ def _draw_8bit(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> t
 decode_attention_verification = Verification(
     DECODE_ATTENTION, decode_attention_reference, shapes=((1, 2100, 1),), gate=Gate(
         relative=1e-5, peer_slack=0.1,
-        reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %",
+        reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %"
     ),
     compared=("keys", "values", "semaphores"), draw=_draw, torch_is_peer=True, needs_rows=False,
     library=lambda qkv, keys, values, *_: partial(
@@ -115,7 +115,7 @@ decode_attention_8bit_verification = Verification(
     changed={"next octave": {"qkv": _rounding_up}},
     gate=Gate(
         relative=3e-3,
-        reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
+        reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is"
     ),
     compared=_append_state, draw=_draw_8bit, needs_rows=False,
 )  # fmt: skip

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_e4m3 import (
-    decode_e4m3,
-)
+from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import has_planes
 from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference

@@ -1,9 +1,6 @@
 """Verification of `arbcli.kernels.matmul.prepacked_rows`."""
 
-from arbcli.kernels.matmul.prepacked_rows import (
-    MOST_TEXTS,
-    PREPACKED_ROWS,
-)
+from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS, PREPACKED_ROWS
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.prepacked import (
     draw_prepacked,
@@ -23,7 +20,7 @@ prepacked_rows_verification = Verification(
     gate=Gate(
         relative=1e-3, peer_slack=0.1,
         reason="float32 sums of up to 2600 products, added up by the matrix units; in bf16 one"
-        " rounding, as torch's float32 has",
+        " rounding, as torch's float32 has"
     ),
     draw=_draw, large_reference=prepacked_in_float64, library=prepacked_by_library,
     torch_is_peer=True, needs_rows=False,

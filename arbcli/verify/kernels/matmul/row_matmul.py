@@ -1,9 +1,6 @@
 """Verification of `arbcli.kernels.matmul.row_matmul`."""
 
-from arbcli.kernels.matmul.row_matmul import (
-    MOST_COLUMNS,
-    ROW_MATMUL,
-)
+from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, ROW_MATMUL
 from arbcli.kernels.matmul.swizzled import MOST_ROWS
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.prepacked import (
@@ -28,7 +25,7 @@ row_matmul_verification = Verification(
         relative=1e-3, peer_slack=0.1,
         reason="x is rounded to 15 bits, 32 elements with one power of two: errors of up to 2**-14"
         " of the largest of them, some 1e-4 of the norm of a product and 3e-4 after a gate; then"
-        " float32 sums; in bf16 one rounding, as torch's float32 has",
+        " float32 sums; in bf16 one rounding, as torch's float32 has"
     ),
     draw=_draw, large_reference=prepacked_in_float64, library=prepacked_by_library,
     torch_is_peer=True, needs_rows=True,

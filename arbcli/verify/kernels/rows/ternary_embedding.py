@@ -14,10 +14,7 @@ from arbcli.kernels.rows.ternary_embedding import (
     embedding_rows,
     embedding_rows_native,
 )
-from arbcli.verify.kernels.codec.decode_digits import (
-    decode_digits_reference,
-    rounded_float32,
-)
+from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference, rounded_float32
 from arbcli.verify.verification import Gate, Verification, filled, nothing
 
 
