@@ -12,22 +12,8 @@ from rich.table import Table
 from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, bytes_text, emit, table
 from arbcli.base.run_files import CONFIG, run_of
+from arbcli.commands import _options as opt
 from arbcli.commands._help import combining
-from arbcli.commands._options import (
-    NAMED,
-    NAMES_RUN,
-    Backend,
-    Json,
-    PredictedDevice,
-    check_device,
-    check_settings,
-    config_in_header,
-    expand_model_file,
-    find_run,
-    given_options,
-    read_budget,
-    takes_settings,
-)
 from arbcli.commands._outputs import check_file
 from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands.count_params import state_table
@@ -68,11 +54,13 @@ OF_RUN = {*OPTIONS, "dropout", "attention_dropout", "embedding_dropout", "reduce
 
 
 @combining(EXCLUDED)
-@takes_settings(*OPTIONS)
+@opt.takes_settings(*OPTIONS)
 def audit_memory(
     run: Annotated[
         Path | None,
-        typer.Argument(metavar=NAMED, help=f"Run whose settings are the defaults: {NAMES_RUN}"),
+        typer.Argument(
+            metavar=opt.NAMED, help=f"Run whose settings are the defaults: {opt.NAMES_RUN}"
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Number of steps to measure.")] = 3,
     budget: Annotated[
@@ -80,7 +68,7 @@ def audit_memory(
         typer.Option(
             metavar="SIZE",
             help="Only predict whether a step fits: 6GiB, 500MiB, 4GB.",
-            parser=read_budget,
+            parser=opt.read_budget,
         ),
     ] = None,
     what_if: Annotated[
@@ -104,9 +92,9 @@ def audit_memory(
             help="Instead of training, measure a prefill of so many positions, and decoding steps.",
         ),
     ] = None,
-    device: PredictedDevice = None,
-    backend: Backend = None,
-    as_json: Json = False,
+    device: opt.PredictedDevice = None,
+    backend: opt.Backend = None,
+    as_json: opt.Json = False,
     **settings: Any,
 ) -> None:
     """Measure memory of steps: `arb audit-memory --preset small`; exit 1 on floats or growth."""
@@ -118,9 +106,9 @@ def audit_memory(
         if budget is None and processes == 1:
             start_processes(ranks)
     if budget is None:
-        check_device(device)
-    settings = given_options(**settings, steps=steps)
-    settings = expand_model_file(settings)
+        opt.check_device(device)
+    settings = opt.given_options(**settings, steps=steps)
+    settings = opt.expand_model_file(settings)
     if run is not None:
         settings = _settings_of_run(run, settings)
     if not trains_ternary(settings.get("preset", "tiny"), settings.get("weights")):
@@ -129,7 +117,7 @@ def audit_memory(
         )
     if ranks is not None:
         settings = {"accum": ranks, "processes": ranks} | settings
-    check_settings(settings)
+    opt.check_settings(settings)
     with LiveLine() as line:
         line.show_wait("loading")
         # slow to import, and not needed for `arb --help`
@@ -191,9 +179,9 @@ def _settings_of_run(run: Path, changes: dict[str, Any]) -> dict[str, Any]:
         raise ArbError(
             f"`{run}` and `--preset` or `--model` both name a model", hint="give one of them"
         )
-    checkpoint = find_run(run)
+    checkpoint = opt.find_run(run)
     path = run_of(checkpoint) / CONFIG
-    if not path.exists() and (model := config_in_header(checkpoint)):  # imported
+    if not path.exists() and (model := opt.config_in_header(checkpoint)):  # imported
         from arbcli.inspect.recipe import tuning_context
 
         return {"preset": model, "ctx": tuning_context(model)} | changes

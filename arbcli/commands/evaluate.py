@@ -10,23 +10,8 @@ from rich.table import Table
 
 from arbcli.base.output import PIPE_SECONDS, LiveLine, emit, note, table
 from arbcli.base.run_files import run_of
+from arbcli.commands import _options as opt
 from arbcli.commands._help import combining
-from arbcli.commands._options import (
-    Backend,
-    CacheDtype,
-    Checkpoint,
-    ComputeOfRun,
-    DataFormat,
-    Device,
-    Field,
-    Json,
-    Quiet,
-    Run,
-    check_entries,
-    config_in_header,
-    find_run,
-    one_path,
-)
 from arbcli.data.files import has_documents
 from arbcli.data.opening import open_text
 from arbcli.generation.option_checks import (
@@ -41,8 +26,8 @@ if TYPE_CHECKING:
 
 @combining({}, {"--field": "--data"})
 def evaluate(
-    run: Run = None,
-    checkpoint: Checkpoint = None,
+    run: opt.Run = None,
+    checkpoint: opt.Checkpoint = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,8 +35,8 @@ def evaluate(
             " [default: the run's held-out text]"
         ),
     ] = None,
-    field: Field = None,
-    data_format: DataFormat = None,
+    field: opt.Field = None,
+    data_format: opt.DataFormat = None,
     stride: Annotated[
         int | None,
         typer.Option(
@@ -74,12 +59,12 @@ def evaluate(
             help="Masked models only: random masks drawn for each window. [default: 16]",
         ),
     ] = None,
-    compute: ComputeOfRun = None,
-    kv: CacheDtype = None,
-    device: Device = None,
-    backend: Backend = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    compute: opt.ComputeOfRun = None,
+    kv: opt.CacheDtype = None,
+    device: opt.Device = None,
+    backend: opt.Backend = None,
+    quiet: opt.Quiet = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Measure bits per byte over a whole text: `arb evaluate RUN --data book.txt`.
 
@@ -87,9 +72,9 @@ def evaluate(
     chats, only answers are predicted.
     """
     check_document_options(field, stride)
-    checkpoint = find_run(one_path(run, checkpoint), loads=True)
-    check_entries(data or (), field, data_format)
-    if config := config_in_header(checkpoint):
+    checkpoint = opt.find_run(opt.one_path(run, checkpoint), loads=True)
+    opt.check_entries(data or (), field, data_format)
+    if config := opt.config_in_header(checkpoint):
         check_masked_option(config, "--draws", draws)
         check_stride(config, stride)
     with LiveLine() as line:

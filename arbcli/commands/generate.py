@@ -23,21 +23,9 @@ from arbcli.base.output import (
     write_chunks,
 )
 from arbcli.base.reading import check_regular
+from arbcli.commands import _options as opt
 from arbcli.commands._chat import chat
 from arbcli.commands._help import combining, options_given
-from arbcli.commands._options import (
-    Backend,
-    CacheDtype,
-    Checkpoint,
-    ComputeOfRun,
-    Device,
-    Json,
-    Run,
-    Seed,
-    config_in_header,
-    find_run,
-    one_path,
-)
 from arbcli.commands._outputs import check_file
 from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt, stdin_has_data
 from arbcli.data.chat_template import template_of
@@ -75,8 +63,8 @@ if TYPE_CHECKING:
 @combining(EXCLUDED, NEEDED)
 def generate(
     context: typer.Context,
-    run: Run = None,
-    checkpoint: Checkpoint = None,
+    run: opt.Run = None,
+    checkpoint: opt.Checkpoint = None,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -150,7 +138,7 @@ def generate(
         int, typer.Option(min=1, max=2**20, help="Sample from the k likeliest bytes, or tokens.")
     ] = 256,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus (top-p) sampling.")] = 1.0,
-    seed: Seed = None,
+    seed: opt.Seed = None,
     ahead: Annotated[
         int | None,
         typer.Option(
@@ -161,10 +149,10 @@ def generate(
             " The text is the same; slower on a CPU. [default: 1]",
         ),
     ] = None,
-    compute: ComputeOfRun = None,
-    kv: CacheDtype = None,
-    device: Device = None,
-    backend: Backend = None,
+    compute: opt.ComputeOfRun = None,
+    kv: opt.CacheDtype = None,
+    device: opt.Device = None,
+    backend: opt.Backend = None,
     chats: Annotated[
         bool, typer.Option("--chat", help="Format each prompt as a message by the chat template.")
     ] = False,
@@ -189,7 +177,7 @@ def generate(
             help="Write the prompt before the text. [default: on a terminal, for text]",
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Continue a prompt: `arb generate runs/book --prompt "import "`.
 
@@ -200,10 +188,10 @@ def generate(
     options = options_given(context)
     if out is not None:
         check_file(out, "--out", tuple(chain(*MEDIA.values())))
-    checkpoint = find_run(one_path(run, checkpoint), loads=True)
+    checkpoint = opt.find_run(opt.one_path(run, checkpoint), loads=True)
     if prompt_file is not None:
         check_regular(prompt_file)
-    if config := config_in_header(checkpoint):
+    if config := opt.config_in_header(checkpoint):
         _check_model(config, options, ahead, steps)
         if chats:
             template_of(checkpoint if checkpoint.is_dir() else checkpoint.parent)

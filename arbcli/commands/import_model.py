@@ -15,15 +15,7 @@ from arbcli.base.environment import may_have_gpu
 from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, bytes_text, emit, emit_json, note, table, write_bytes
 from arbcli.base.run_files import RUNS, TOKENIZER
-from arbcli.commands._options import (
-    AttentionRuleToCome,
-    DirectionToCome,
-    Json,
-    MLPRuleToCome,
-    RuleToCome,
-    ScaleTypeToCome,
-    read_budget,
-)
+from arbcli.commands import _options as opt
 from arbcli.commands._outputs import check_folder
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.model_file import model_lines
@@ -50,11 +42,11 @@ def import_model(
     out: Annotated[
         Path | None, typer.Option(help="Run to create. [default: runs/imported-NAME]")
     ] = None,
-    rule: RuleToCome = None,
-    attention_rule: AttentionRuleToCome = None,
-    mlp_rule: MLPRuleToCome = None,
-    scale_type: ScaleTypeToCome = None,
-    direction: DirectionToCome = "adafactor",
+    rule: opt.RuleToCome = None,
+    attention_rule: opt.AttentionRuleToCome = None,
+    mlp_rule: opt.MLPRuleToCome = None,
+    scale_type: opt.ScaleTypeToCome = None,
+    direction: opt.DirectionToCome = "adafactor",
     ignore_field: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,14 +61,14 @@ def import_model(
             metavar="SIZE",
             help="Memory of the GPU that is to train, such as 24GiB: the last line is the command"
             " that fits. [default: that of this machine's GPU]",
-            parser=read_budget,
+            parser=opt.read_budget,
         ),
     ] = None,
     print_config: Annotated[
         bool,
         typer.Option("--print-config", help="Print the model as TOML without reading weights."),
     ] = False,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Convert a Llama, Mistral, Qwen 2, Qwen 3 or BitNet model to a run: `arb import DIR`.
 

@@ -7,17 +7,7 @@ import typer
 
 from arbcli.base.errors import ArbError, optional_module
 from arbcli.base.output import LiveLine, note
-from arbcli.commands._options import (
-    Backend,
-    CacheDtype,
-    Checkpoint,
-    ComputeOfRun,
-    Device,
-    Run,
-    config_in_header,
-    find_run,
-    one_path,
-)
+from arbcli.commands import _options as opt
 
 if TYPE_CHECKING:
     from arbcli.serve.engine import Engine
@@ -26,8 +16,8 @@ PACKAGES = ("starlette", "uvicorn")
 
 
 def serve(
-    run: Run = None,
-    checkpoint: Checkpoint = None,
+    run: opt.Run = None,
+    checkpoint: opt.Checkpoint = None,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen at; others need --api-key.")
     ] = "127.0.0.1",
@@ -61,10 +51,10 @@ def serve(
         Path | None,
         typer.Option(metavar="FOLDER", help="Show the curves of the runs in a folder as well."),
     ] = None,
-    compute: ComputeOfRun = None,
-    kv: CacheDtype = None,
-    device: Device = None,
-    backend: Backend = None,
+    compute: opt.ComputeOfRun = None,
+    kv: opt.CacheDtype = None,
+    device: opt.Device = None,
+    backend: opt.Backend = None,
 ) -> None:
     """Serve a saved model by the OpenAI protocol: `arb serve RUN`.
 
@@ -72,12 +62,12 @@ def serve(
     Ctrl-C, running texts are finished.
     """
     if watch is None or run or checkpoint:
-        checkpoint = find_run(one_path(run, checkpoint), loads=True)
+        checkpoint = opt.find_run(opt.one_path(run, checkpoint), loads=True)
     if watch is not None and not watch.is_dir():
         raise ArbError(f"`--watch {watch}` is not a folder", hint="name a folder of runs")
     for package in PACKAGES:
         optional_module(package, "arb serve", package, "'arb[serve]'")
-    config = checkpoint and config_in_header(checkpoint)
+    config = checkpoint and opt.config_in_header(checkpoint)
     if config and config.is_masked:
         raise ArbError(
             "this model is masked and cannot generate text from left to right",

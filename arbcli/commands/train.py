@@ -14,22 +14,8 @@ from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, emit_json, note, write_bytes
 from arbcli.base.signals import STOPPED_UNSAVED, exit_code
 from arbcli.base.sockets import pin_to_socket
+from arbcli.commands import _options as opt
 from arbcli.commands._help import combining
-from arbcli.commands._options import (
-    OPTIONAL,
-    Backend,
-    Device,
-    Json,
-    Quiet,
-    check_settings,
-    check_texts,
-    expand_model_file,
-    find_run,
-    given_options,
-    quoted_options,
-    refuse_kept,
-    takes_settings,
-)
 from arbcli.commands._outputs import PICTURES, check_file, check_folder
 from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands._run_display import RunDisplay
@@ -69,7 +55,7 @@ EXCLUDED = {
 
 
 @combining(EXCLUDED, {"--dry-run": "--resume"})
-@takes_settings(
+@opt.takes_settings(
     *RUN_SETTINGS, "weights", rare=("pin", "profile", "force", "dry_run", "backend"), heading=RUN
 )
 def train(
@@ -122,8 +108,8 @@ def train(
             " [default: 1]",
         ),
     ] = None,
-    device: Device = None,
-    backend: Backend = None,
+    device: opt.Device = None,
+    backend: opt.Backend = None,
     pin: Annotated[
         bool, typer.Option("--pin", help="Pin the threads to one CPU socket, if there are several.")
     ] = False,
@@ -145,7 +131,8 @@ def train(
         typer.Option(
             min=1,
             metavar="[N]",
-            help=f"Trace N steps with torch's profiler. [default of N: {OPTIONAL['--profile']}]",
+            help="Trace N steps with torch's profiler."
+            f" [default of N: {opt.OPTIONAL['--profile']}]",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -167,12 +154,12 @@ def train(
             help="Print the first N windows of a new run, with learned text in [[ ]], and exit.",
         ),
     ] = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: opt.Quiet = False,
+    as_json: opt.Json = False,
     **settings: Any,
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
-    settings = given_options(**settings)
+    settings = opt.given_options(**settings)
     steps = settings.get("steps")
     if gpus is not None and not dry_run and not print_config:
         if resume is None and config_file is None:
@@ -183,7 +170,7 @@ def train(
         _pin(device)
     if resume is not None:
         others = {name: value for name, value in settings.items() if name != "steps"}
-        others |= given_options(minutes=minutes, init_from=init_from, config=config_file)
+        others |= opt.given_options(minutes=minutes, init_from=init_from, config=config_file)
         _refuse_changes(others)
         if out is not None and resume != "auto":
             raise ArbError(
@@ -198,9 +185,9 @@ def train(
         _check_new(settings, init_from, out)
     else:
         latest = resume == "auto"
-        run = run_files.latest_run(out or run_files.RUNS) if latest else find_run(Path(resume))
+        run = run_files.latest_run(out or run_files.RUNS) if latest else opt.find_run(Path(resume))
         run_files.directory_of(run)  # refuses another path before torch is imported
-    machine = given_options(device=device, backend=backend)
+    machine = opt.given_options(device=device, backend=backend)
     if print_config:
         _show_settings(settings | machine, as_json=as_json)
         return
@@ -302,7 +289,7 @@ def _merge_files(
 ) -> dict[str, Any]:
     """Add the settings of the files given by `--model` and `--config`."""
     if init_from is None:
-        settings = expand_model_file(settings)
+        settings = opt.expand_model_file(settings)
     if config_file is not None:
         settings = read_settings(config_file) | settings
     if init_from is not None:
@@ -313,10 +300,10 @@ def _merge_files(
 def _check_new(settings: dict[str, Any], init_from: Path | None, out: Path | None) -> None:
     """Check that a new run can start, before torch is imported."""
     if init_from is None:
-        check_settings(settings)
+        opt.check_settings(settings)
     else:
-        find_run(init_from, loads=True)
-        check_texts(settings)
+        opt.find_run(init_from, loads=True)
+        opt.check_texts(settings)
     if out is not None:
         run_files.check_free(out)
         check_folder(out, "--out")
@@ -436,7 +423,7 @@ def _show_windows(
 def _refuse_changes(settings: dict[str, Any]) -> None:
     if settings:
         raise ArbError(
-            f"{quoted_options(settings)} cannot be changed when resuming",
+            f"{opt.quoted_options(settings)} cannot be changed when resuming",
             hint=f"leave {'it' if len(settings) == 1 else 'them'} out, or start a new run without"
             " `--resume`",
         )
@@ -448,4 +435,4 @@ def _refuse_model_settings(settings: dict[str, Any]) -> None:
     ]
     if settings.get("weights") == "ternary":
         refused.remove("weights")
-    refuse_kept(refused, "start without `--init-from`")
+    opt.refuse_kept(refused, "start without `--init-from`")

@@ -10,16 +10,7 @@ from arbcli.config.settings import GRAPH, PRESETS_OWN, Setting, check_choice
 from arbcli.config.short_forms import FFN, Dim, Form, Heads, Layers, Streams, SubNorms, TopK
 from arbcli.families.experts.config import GATES
 from arbcli.families.experts.presets import EXPERTS, Clamp, Gate, SharedExpert, build_experts
-from arbcli.families.graph.config import (
-    CODE_SEARCHES,
-    BookConfig,
-    CodebookConfig,
-    IteratedConfig,
-    MemGramConfig,
-    MemoriesConfig,
-    QuantiserConfig,
-    SequencerConfig,
-)
+from arbcli.families.graph import config
 from arbcli.families.latent.config import LatentAttentionConfig
 
 ATTENTIONS = ("latent", "none")
@@ -78,9 +69,9 @@ def graph(
             "Lookup in codebooks: keys reads several rows by product keys; nearest reads the"
             " nearest code of a vector quantiser, and ignores `top_k`.",
             GRAPH,
-            choices=CODE_SEARCHES,
+            choices=config.CODE_SEARCHES,
         ),
-    ] = CODE_SEARCHES[0],
+    ] = config.CODE_SEARCHES[0],
     codebook: Annotated[bool, _switch("The shared codebook, which the graph needs.")] = True,
     knowledge_codebook: Annotated[bool, _switch("The knowledge codebook.", "knowledge")] = True,
     moe: Annotated[bool, _switch("The iterated experts.")] = True,
@@ -94,19 +85,19 @@ def graph(
     **storage: Any,
 ) -> ModelConfig:
     """Build a model of blocks of latent attention, codebooks and iterated experts."""
-    check_choice("code_search", code_search, CODE_SEARCHES)
+    check_choice("code_search", code_search, config.CODE_SEARCHES)
 
-    def book(halves: tuple[int, int], width: int, heads: int) -> BookConfig:
-        if code_search == CODE_SEARCHES[1]:
-            return QuantiserConfig(codes=halves[0] * halves[1], width=width)
-        return CodebookConfig(
+    def book(halves: tuple[int, int], width: int, heads: int) -> config.BookConfig:
+        if code_search == config.CODE_SEARCHES[1]:
+            return config.QuantiserConfig(codes=halves[0] * halves[1], width=width)
+        return config.CodebookConfig(
             halves=halves, width=width, heads=heads, key_width=key_dim, top_k=top_k
         )
 
     mixture = build_experts(
         experts, "moe_top_k", moe_top_k, expert_ffn, moe_gate, shared_expert, moe_clamp
     )
-    iterated = IteratedConfig(
+    iterated = config.IteratedConfig(
         iterations=max_moe_iters,
         adapter_rank=adapter_rank,
         experts=mixture if moe else None,
@@ -119,7 +110,7 @@ def graph(
     # the same norms as in files of before, which had no choice of them
     mixer = LatentAttentionConfig(heads=heads, latent=latent, rotary=rotary)
     block = BlockConfig(mixer=mixer if attention else None, channel=MLPConfig(width=ffn))
-    memories = MemoriesConfig(
+    memories = config.MemoriesConfig(
         place=layers // 2,
         codebook=book(codes, code_dim, code_heads) if codebook else None,
         knowledge=book(knowledge, knowledge_dim, knowledge_heads) if knowledge_codebook else None,
@@ -130,9 +121,9 @@ def graph(
     )
     beside: list[PartConfig] = []
     if sequencer:
-        beside.append(SequencerConfig(rows=ngram_rows, width=ngram_dim))
+        beside.append(config.SequencerConfig(rows=ngram_rows, width=ngram_dim))
     if memgram:
-        beside.append(MemGramConfig(rows=memory_rows))
+        beside.append(config.MemGramConfig(rows=memory_rows))
     head = MLPConfig(width=head_ffn, sub_norm=sub_norms)
     return ModelConfig(ctx=ctx, stages=(stage,), beside=tuple(beside), head=head, **storage)
 

@@ -20,6 +20,7 @@ from arbcli.generation.load import Weights
 from arbcli.interop.gguf.block_types import BF16, F16, F32, BlockType, encode_numbers
 from arbcli.interop.gguf.container import Entry
 from arbcli.interop.gguf.export import END, byte_symbols
+from arbcli.interop.huggingface import dense
 from arbcli.interop.huggingface.card import model_card
 from arbcli.interop.huggingface.companions import (
     companions_of,
@@ -34,15 +35,6 @@ from arbcli.interop.huggingface.config_json import (
     divides_by_scale,
     read_config,
     rope_parameters,
-)
-from arbcli.interop.huggingface.dense import (
-    Part,
-    Shape,
-    Source,
-    known_shape,
-    read,
-    shape_of,
-    sources,
 )
 from arbcli.interop.huggingface.folder import (
     PACKED,
@@ -91,7 +83,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> s
     """
     config = weights.model.config
     companions = companions_of(weights.path.parent, config)
-    shape = shape_of(config)
+    shape = dense.shape_of(config)
     packed = shape is None or (companions is None and not _fits_windows(shape))
     if packed and kind:
         raise ArbError(
@@ -105,7 +97,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> s
     return chosen.name if chosen else None
 
 
-def _fits_windows(shape: Shape) -> bool:
+def _fits_windows(shape: dense.Shape) -> bool:
     """Return whether an architecture has the windows of a model: all alike, and for Llama none."""
     windows = {min(window or shape.ctx, shape.ctx) for window in shape.windows}
     return windows == {shape.ctx} or (
@@ -126,7 +118,7 @@ def _write_files(
         _write_companions(folder, weights, remote_config(config))
     elif companions is None:
         _write_companions(folder, weights, _config(config, kind))
-        if known_shape(config).sub_norms:
+        if dense.known_shape(config).sub_norms:
             write_text(folder / CODE.name, CODE.read_text())
     else:
         copy_companions(companions, folder)
@@ -194,7 +186,7 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType, divi
     `save` of the package safetensors needs all of them in memory, and more than once: an export of
     67 million weights peaks at 941 MiB with it, and at 488 MiB here.
     """
-    model_sources = list(sources(weights.model))
+    model_sources = list(dense.sources(weights.model))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
 
@@ -214,7 +206,7 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType, divi
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for source in model_sources:
-        for part, weight in read(source):
+        for part, weight in dense.read(source):
             data = [encode_numbers(part.hugging_face, weight, kind)]
             if (scale := _scale(source, part)) is not None:
                 scale = 1 / scale if divides else scale
@@ -223,7 +215,7 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType, divi
                 file.write(numbers.contiguous().view(-1).numpy().data)
 
 
-def _scale(source: Source, part: Part) -> Tensor | None:
+def _scale(source: dense.Source, part: dense.Part) -> Tensor | None:
     """Return the scale, (1,) float32, of a part whose scales are all one; None of another."""
     tensor = source.tensor
     if not isinstance(tensor, TernaryTensor) or not tensor.fixed_scales:
@@ -234,7 +226,7 @@ def _scale(source: Source, part: Part) -> Tensor | None:
 
 def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
     """Return the content of `config.json`; if supported, attention is limited to `ctx` bytes."""
-    shape = known_shape(config)
+    shape = dense.known_shape(config)
     architecture = shape.architecture
     rope = rope_parameters(shape.rotary)
     values = {
@@ -302,7 +294,7 @@ class ModelFolder:
             check_tensors(self._folder, model)
         except ArbError as error:
             raise ArbError(f"`{path}`: refused: {error}", hint=error.hint) from None
-        parts = [part for source in sources(model) for part in source.parts]
+        parts = [part for source in dense.sources(model) for part in source.parts]
         self._names = {part.gguf: part.hugging_face for part in parts}
         self.entries: dict[str, Entry] = {}
         """The tensors by name."""
