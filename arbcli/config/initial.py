@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import SYMBOL_DIRECTIONS
 from arbcli.config.short_forms import ARGUMENTS
@@ -48,10 +48,9 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
         )
     able = digits_after(saved.digits)
     if model.digits not in able:
-        raise ArbError(
+        raise setting_error(
             f"`digits={model.digits}` does not match the saved weights",
-            hint=f"use {' or '.join(f'`digits={one}`' for one in able)}, which match them",
-            fields=("digits",),
+            f"use {' or '.join(f'`digits={one}`' for one in able)}, which match them",
         )
 
 

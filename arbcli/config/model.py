@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from arbcli.base.environment import BASELINES
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.base.lazy import imported
 from arbcli.config.kinds import (
     AHEAD,
@@ -161,15 +161,11 @@ class StageConfig:
         _check_kinds(self, chunking=CHUNKING, memories=MEMORIES)
         check_choice("streams", self.streams, STREAMS)
         if not 0 < self.contribution <= 1:
-            raise ArbError(
-                f"`contribution` is {self.contribution}",
-                hint="use a number above 0 and at most 1",
-                fields=("contribution",),
+            raise setting_error(
+                f"`contribution` is {self.contribution}", "use a number above 0 and at most 1"
             )
         if self.bound is not None and not self.bound > 0:
-            raise ArbError(
-                f"`bound` is {self.bound}", hint="use a number above 0", fields=("bound",)
-            )
+            raise setting_error(f"`bound` is {self.bound}", "use a number above 0")
         for name in LISTS:
             check_bounds("layers", len(getattr(self, name)), 0, MOST_BLOCKS)
         if self.chunking and (self.blocks or self.memories or self.router):
@@ -189,10 +185,9 @@ class StageConfig:
                 fields=("streams",),
             )
         if self.memories and self.memories.place > len(self.blocks):
-            raise ArbError(
+            raise setting_error(
                 f"`place` of the memories is {self.memories.place}, of {len(self.blocks)} blocks",
-                hint="use at most the number of blocks",
-                fields=("place",),
+                "use at most the number of blocks",
             )
 
     @property
@@ -419,9 +414,7 @@ class ModelConfig:
         for name in self.votes_fixes:
             check_choice("votes_fixes", name, VOTES_FIXES)
         if len({*self.votes_fixes}) < len(self.votes_fixes):
-            raise ArbError(
-                "`votes_fixes` names a fix twice", hint="name it once", fields=("votes_fixes",)
-            )
+            raise setting_error("`votes_fixes` names a fix twice", "name it once")
         if self.votes_fixes and (self.rule != "votes" or self.weights != "ternary"):
             raise ArbError(
                 "`votes_fixes` only applies to the rule `votes`",
@@ -432,10 +425,8 @@ class ModelConfig:
     def _check_norm_eps(self) -> None:
         """Check `norm_eps`, and that no norm's kernel is limited to `NORM_EPS`."""
         if not 0 < self.norm_eps <= MOST_EPS:
-            raise ArbError(
-                f"`norm_eps` is {self.norm_eps}",
-                hint=f"use more than 0, and at most {MOST_EPS}",
-                fields=("norm_eps",),
+            raise setting_error(
+                f"`norm_eps` is {self.norm_eps}", f"use more than 0, and at most {MOST_EPS}"
             )
         parts = [part for _, part in self.specs_and_parts()]
         main = self.main

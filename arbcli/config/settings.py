@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
-from arbcli.base.errors import ArbError, quoted
+from arbcli.base.errors import ArbError, quoted, setting_error
 from arbcli.base.reading import is_of, shown
 
 MODEL = "Model"
@@ -273,4 +273,4 @@ def check_bounds(
     if maximum is not None and value > maximum:
         hint = f"use at most {maximum:,}"
     if hint:
-        raise ArbError(f"`{field}` is {shown(value)}", hint=hint, fields=(field,))
+        raise setting_error(f"`{field}` is {shown(value)}", hint)

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.base.lazy import ExtendedMapping, LoadedMapping
 from arbcli.config.model import MOST_BLOCKS, BlockConfig, Blocks, Context, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
@@ -189,10 +189,8 @@ def set_part_rules(
 
 
 def _missing_part(name: str, part: str) -> ArbError:
-    return ArbError(
-        f"`{name}` is for blocks with {part}, and the model has none",
-        hint=f"leave `{name}` out",
-        fields=(name,),
+    return setting_error(
+        f"`{name}` is for blocks with {part}, and the model has none", f"leave `{name}` out"
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from arbcli.base.errors import ArbError, quoted
+from arbcli.base.errors import ArbError, quoted, setting_error
 from arbcli.base.lazy import ExtendedMapping
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict, reset_symbol_directions
@@ -365,21 +365,17 @@ class TrainConfig:
                     fields=(field, "digits"),
                 )
         if self.model.digits in FADED:
-            raise ArbError(
+            raise setting_error(
                 "the checkpoint is from the middle of a run that anneals its weights",
-                hint="choose `digits=all`, `digits=fade` or `digits=trit`",
-                fields=("digits",),
+                "choose `digits=all`, `digits=fade` or `digits=trit`",
             )
         if self.steps * self.accum > MOST:  # micro-batches are numbered by int32
-            raise ArbError(
+            raise setting_error(
                 f"{self.steps:,} steps of {self.accum:,} batches are too many to number",
-                hint="use fewer `steps`, or less `accum`",
-                fields=("steps", "accum"),
+                "use fewer `steps`, or less `accum`",
             )
         if not 0 < self.lr <= 64:
-            raise ArbError(
-                f"`lr` is {self.lr}", hint="use a number above 0 and at most 64", fields=("lr",)
-            )
+            raise setting_error(f"`lr` is {self.lr}", "use a number above 0 and at most 64")
         ends = [name for name in ("fade_from", "fade_to") if getattr(self, name) is not None]
         if ends and self.model.digits != "fade":
             raise ArbError(
@@ -389,32 +385,27 @@ class TrainConfig:
             )
         begin, end = self.fades
         if not 0 <= begin < end <= 1:
-            raise ArbError(
+            raise setting_error(
                 f"weights would fade from {begin:g} to {end:g} of the steps",
-                hint="use `fade_from` of 0 or more, and a larger `fade_to` of at most 1",
-                fields=("fade_from", "fade_to"),
+                "use `fade_from` of 0 or more, and a larger `fade_to` of at most 1",
             )
         if self.decay * self.lr > LARGEST_DECAY:
-            raise ArbError(
+            raise setting_error(
                 f"`weight_decay` is {self.decay:g}, and `lr` is {self.lr:g}",
-                hint=f"use numbers whose product is at most {LARGEST_DECAY}",
-                fields=("weight_decay", "lr"),
+                f"use numbers whose product is at most {LARGEST_DECAY}",
             )
         for name in DROPOUTS:
             if (rate := getattr(self, name)) >= 1:
-                raise ArbError(f"`{name}` is {rate:g}", hint="use a number below 1", fields=(name,))
+                raise setting_error(f"`{name}` is {rate:g}", "use a number below 1")
         self._check_attention_dropout()
         if self.final_lr is not None and not 0 <= self.final_lr <= self.lr:
-            raise ArbError(
-                f"`final_lr` is {self.final_lr}",
-                hint=f"use 0 to {self.lr}, the learning rate",
-                fields=("final_lr",),
+            raise setting_error(
+                f"`final_lr` is {self.final_lr}", f"use 0 to {self.lr}, the learning rate"
             )
         if self.final_lr is not None and self.schedule == "constant":
-            raise ArbError(
+            raise setting_error(
                 "a constant learning rate does not change at the end",
-                hint="leave `final_lr` out, or choose another `schedule`",
-                fields=("final_lr", "schedule"),
+                "leave `final_lr` out, or choose another `schedule`",
             )
 
     def _refuse(self, settings: Mapping[str, str], has_no: str, cause: str) -> None:
@@ -484,10 +475,9 @@ class TrainConfig:
             import_module("arbcli.families.media.pictures").check_form(self.picture)
         formats = [name for name in ("sound", "picture") if getattr(self, name) is not None]
         if formats and self.tokenizer is not None:
-            raise ArbError(
+            raise setting_error(
                 f"`{formats[0]}` needs a model of bytes, and the tokenizer reads text",
-                hint=f"leave `{formats[0]}` or `tokenizer` out",
-                fields=(formats[0], "tokenizer"),
+                f"leave `{formats[0]}` or `tokenizer` out",
             )
 
     def _check_scale_losses(self) -> None:
@@ -672,10 +662,9 @@ def train_config(
     if ternary and settings.get("optimizer") == "muon":  # a word for both kinds of weights
         direction = shape.get("direction")
         if direction not in (None, "orthogonal"):
-            raise ArbError(
+            raise setting_error(
                 f"`direction={direction}` and `optimizer=muon` contradict each other",
-                hint="give one of them",
-                fields=("direction", "optimizer"),
+                "give one of them",
             )
         shape["direction"] = "orthogonal"
         del settings["optimizer"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.config.training import TrainConfig
 from arbcli.data.tokens import Tokenizer
 from arbcli.generation.load import SavedModel, accept_weights, empty_model, read_saved, saved_config
@@ -32,10 +32,9 @@ def read_teacher(
     saved = read_saved(Path(config.teacher), note, accept_weights)
     known = saved_config(saved.checkpoint)
     if known.fills or config.model.fills:
-        raise ArbError(
+        raise setting_error(
             "models that fill holes cannot have a teacher or be one",
-            hint="leave `teacher` out, or train both with `objective=next`",
-            fields=("teacher", "objective"),
+            "leave `teacher` out, or train both with `objective=next`",
         )
     symbols = known.vocabulary
     if symbols != config.model.vocabulary:

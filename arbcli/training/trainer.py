@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbcli.base.errors import ArbError, quoted
+from arbcli.base.errors import ArbError, quoted, setting_error
 from arbcli.base.lazy import imported
 from arbcli.config.model import VOCABULARY
 from arbcli.config.training import TrainConfig
@@ -66,16 +66,14 @@ def check_shares(config: TrainConfig, size: int) -> None:
         ArbError: it cannot.
     """
     if config.accum % size:
-        raise ArbError(
+        raise setting_error(
             f"{config.accum} micro-batches cannot be divided evenly among {size} processes",
-            hint=f"use an `accum` that is a multiple of {size}",
-            fields=("accum",),
+            f"use an `accum` that is a multiple of {size}",
         )
     if size > 1 and config.model.weights == "ternary" and config.reduce_dtype is None:
-        raise ArbError(
+        raise setting_error(
             "uncompressed gradients cannot be shared across processes",
-            hint="use one process, or start a run with `reduce_dtype=int16`",
-            fields=("reduce_dtype",),
+            "use one process, or start a run with `reduce_dtype=int16`",
         )
 
 

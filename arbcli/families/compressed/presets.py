@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import setting_error
 from arbcli.config import short_forms
 from arbcli.config.model import MOST_BLOCKS, Context, ModelConfig
 from arbcli.families.compressed.config import CompressedAttentionConfig
@@ -38,10 +38,9 @@ def compressed(
     entries, without an indexer; from `mean_ratio` on, an entry is the mean of its positions.
     """
     if not 1 <= len(ratios) <= MOST_RATIOS or min(ratios) < 2:
-        raise ArbError(
+        raise setting_error(
             f"`ratios` has {len(ratios)} numbers, of which the least is {min(ratios, default=0):,}",
-            hint=f"use 1 to {MOST_RATIOS} of them, and 2 bytes or more",
-            fields=("ratios",),
+            f"use 1 to {MOST_RATIOS} of them, and 2 bytes or more",
         )
     mixers = [
         CompressedAttentionConfig(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Annotated
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import setting_error
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.settings import PRESETS_OWN, Setting, check_choice
@@ -39,10 +39,8 @@ def build_experts(
     """Build experts; errors name the argument of the short form for `top_k`."""
     check_choice("moe_gate", gate, GATES)
     if top_k > experts:
-        raise ArbError(
-            f"`{top_k_name}` is {top_k} of {experts} experts",
-            hint=f"use 1 to {experts}",
-            fields=(top_k_name,),
+        raise setting_error(
+            f"`{top_k_name}` is {top_k} of {experts} experts", f"use 1 to {experts}"
         )
     return ExpertsConfig(
         experts=experts, top_k=top_k, width=width, gate=gate, shared=shared, clamp=clamp
@@ -90,10 +88,9 @@ def replace_mlps(
             "moe_clamp": moe_clamp,
         }
         if names := [name for name, differs in is_set.items() if differs]:
-            raise ArbError(
+            raise setting_error(
                 f"`{names[0]}` only applies to experts, and the model has none",
-                hint="give `experts` too",
-                fields=(names[0], "experts"),
+                "give `experts` too",
             )
         return config
     top_k = TOP_K_EXPERTS if top_k_experts is None else top_k_experts

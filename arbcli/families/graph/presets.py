@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import setting_error
 from arbcli.config.model import MOST_BLOCKS, BlockConfig, Context, ModelConfig, StageConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.mlp import MLPConfig
@@ -140,10 +140,9 @@ def adapted(options: dict[str, Any]) -> dict[str, Any]:
         adapted["attention"] = attention == ATTENTIONS[0]
     if "top_k_experts" in options:
         if "moe_top_k" in options:
-            raise ArbError(
+            raise setting_error(
                 "`top_k_experts` and `moe_top_k` both say how many experts a position uses",
-                hint="give one of them",
-                fields=("top_k_experts", "moe_top_k"),
+                "give one of them",
             )
         adapted["moe_top_k"] = adapted.pop("top_k_experts")
     return adapted

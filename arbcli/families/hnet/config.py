@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.config.layer_spec import VOCABULARY, LayerSpec
 from arbcli.config.parts.base import PartConfig, SplitConfig
 from arbcli.config.settings import Setting
@@ -38,9 +38,7 @@ class ChunkingConfig(SplitConfig):
         """
         PartConfig.__post_init__(self)
         if self.length < 2:
-            raise ArbError(
-                f"`chunk_length` is {self.length}", hint="use 2 or more", fields=("chunk_length",)
-            )
+            raise setting_error(f"`chunk_length` is {self.length}", "use 2 or more")
 
     def check_model(self, config: "ModelConfig") -> None:
         """Check that chunks that begin after spaces are chunks of bytes.

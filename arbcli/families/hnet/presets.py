@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import setting_error
 from arbcli.config.model import (
     MOST_BLOCKS,
     MOST_OUTER_STAGES,
@@ -85,10 +85,9 @@ def hnet(
     }
     for name, values in sizes.items():
         if len(values) != number or not number:
-            raise ArbError(
+            raise setting_error(
                 f"`{name}` has numbers for {len(values)} stages, and `outer_dim` for {number}",
-                hint=f"give a number for each stage, of which there are 1 to {MOST_OUTER_STAGES}",
-                fields=(name, "outer_dim"),
+                f"give a number for each stage, of which there are 1 to {MOST_OUTER_STAGES}",
             )
     stages = []
     for index in range(number):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from arbcli.base.environment import no_cuda_device
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.kernels.runtime.backend import check_backend, default_backend
 
 COMPUTE = {
@@ -111,11 +111,7 @@ def check_compute(compute: str, device: torch.device) -> None:
         ArbError: the GPU lacks FP8 products.
     """
     if compute == "fp8" and device.type == "mps":
-        raise ArbError(
-            "`compute=fp8` is not supported on Apple GPUs",
-            hint="use `compute=fp32`",
-            fields=("compute",),
-        )
+        raise setting_error("`compute=fp8` is not supported on Apple GPUs", "use `compute=fp32`")
     if compute == "fp8" and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < (8, 9):
