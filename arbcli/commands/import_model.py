@@ -177,5 +177,4 @@ def _tensor_table(report: "ImportReport") -> Table:
         ]
         for name, tensors in alike.items()
     ]
-    columns = ["tensor", "number", "off by", "largest, in rms", "outliers"]
-    return table("Rounded", columns, rows)
+    return table("Rounded", ["tensor", "number", "off by", "largest, in rms", "outliers"], rows)

@@ -323,8 +323,7 @@ def batch_starts(
     if not text.windows(context + 1):
         raise ValueError(f"a text of {len(text)} bytes has no window of {context} + 1 bytes")
     # torch.Generator only uses 32 bits of its seed on the CPU, too few for long runs
-    key = f"arb batch {seed} {step} {micro}".encode()
-    return text.starts(key, batch_size, context + 1)
+    return text.starts(f"arb batch {seed} {step} {micro}".encode(), batch_size, context + 1)
 
 
 def held_out_batch(

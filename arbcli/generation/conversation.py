@@ -57,8 +57,7 @@ class Conversation:
 
     def answered(self, output: bytes) -> None:
         """Append the model's answer."""
-        text = output.decode(errors="replace")
-        self.messages.append({"role": "assistant", "content": text})
+        self.messages.append({"role": "assistant", "content": output.decode(errors="replace")})
 
     def _message(self, role: str, content: bytes) -> Message:
         """Return a message, whose text must have no special token."""

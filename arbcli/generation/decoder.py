@@ -438,8 +438,7 @@ class Decoder:
         if joined:
             from arbcli.generation.step_graph import StepGraph
 
-            step = StepGraph(self._eager, graphs, self.device)
-            self._phases = [Phase(0, step.replay)]
+            self._phases = [Phase(0, StepGraph(self._eager, graphs, self.device).replay)]
         else:
             self._phases = [*map(_replayed, self._eager, graphs)]
         if self.checks is not None:

@@ -265,8 +265,7 @@ def _average_positions(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
     buckets, first = [], 0
     while first < len(sums):
         end = min(len(sums), max(NEAR, 2 * first))
-        nats = float(sums[first:end].mean()) / count
-        buckets.append(OfPositions(first, end - 1, nats))
+        buckets.append(OfPositions(first, end - 1, float(sums[first:end].mean()) / count))
         first = end
     return tuple(buckets)
 

@@ -125,8 +125,7 @@ def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
     name, checkpoint = _with_context(*read_saved(path, note, accept_weights))
     model = empty_model(checkpoint, weights_only=True)
     model.load_state_dict(checkpoint.tensors, assign=True)
-    compute = _trained_in(name, checkpoint, torch.device("cpu"))
-    return Weights(model, checkpoint, name, compute)
+    return Weights(model, checkpoint, name, _trained_in(name, checkpoint, torch.device("cpu")))
 
 
 def accept_weights(checkpoint: Checkpoint) -> set[str]:

@@ -316,13 +316,7 @@ def predict_peak(
     group = _Imagined(rank, size) if size > 1 else None
     captured = captured and config.backend == "triton"
     trace, teacher = _Trace(device), read_teacher(config)
-    with (
-        deterministic(),
-        compile_for(*_gpu(device)),
-        no_compiler(),
-        trace,
-        no_memory(device),
-    ):
+    with deterministic(), compile_for(*_gpu(device)), no_compiler(), trace, no_memory(device):
         text = _AnyText(config)
         known = teacher and teacher.checkpoint
         trainer = Trainer(config, Texts(text, text, ""), group=group, teacher=known)

@@ -132,14 +132,12 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     loss.plot(*_points(readings, "val_loss"), "o-", color=ORANGE, markersize=4, label="held out")
     steps, losses = _points(readings[1:], "loss")
     # a step's own loss is measured before its update
-    before = [step - 1 for step in steps]
-    loss.plot(before, losses, color=BLUE, linewidth=1.2, label="training")
+    loss.plot([step - 1 for step in steps], losses, color=BLUE, linewidth=1.2, label="training")
     _mark_losses(loss, report["text_entropy"], report["uniform_loss"])
     loss.legend(frameon=False, fontsize=8)
     _label(loss, "loss", "steps done", "nats a symbol")
 
-    spread = _points(readings, "logit_spread")
-    logits.plot(*spread, "o-", color=BLUE, markersize=4)
+    logits.plot(*_points(readings, "logit_spread"), "o-", color=BLUE, markersize=4)
     logits.set_ylim(bottom=0)
     logits.axhline(LEAST_SPREAD, color=FAINT, linestyle=":", linewidth=1)
     _label(logits, "spread of logits", "steps done", "standard deviation")

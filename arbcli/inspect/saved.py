@@ -226,8 +226,7 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
         return _open_plain(path, "hf", ModelFolder(path))
     saved = partial(read_saved, path, note)
     if path.is_dir():
-        packed = _open_packed(*saved())
-        return dataclasses.replace(packed, kind="run", run=_run_facts(path, note))
+        return dataclasses.replace(_open_packed(*saved()), kind="run", run=_run_facts(path, note))
     with open_regular(path) as file:
         head = file.read(len(MAGIC))
     if head == MAGIC:

@@ -90,11 +90,10 @@ def export(
     elif format == "hf":
         type_name = hugging_face.write_folder(path, weights, name, kind) or type_name
     else:
-        about = {"origin": weights.origin, "compute": weights.compute}
         checkpoint = dataclasses.replace(
             weights.checkpoint,
             counters={},
-            data=weights.checkpoint.data | about,
+            data=weights.checkpoint.data | {"origin": weights.origin, "compute": weights.compute},
             tensors=weights.model.state_dict(),
         )
         write_checkpoint(path, checkpoint)

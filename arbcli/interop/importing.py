@@ -228,8 +228,7 @@ def _round(
         error += float(apart.double().square_().sum())
         squares += float(weight.double().square_().sum())
         largest = max(largest, float(weight.abs().max()))
-    count = math.prod(part.shape)
-    size = math.sqrt(squares / count)
+    size = math.sqrt(squares / math.prod(part.shape))
     outliers = 0
     if largest >= OUTLIER * size > 0:
         for chunk in _chunks(part, width):

@@ -10,12 +10,7 @@ from arbcli.base.errors import ArbError, quoted
 if TYPE_CHECKING:
     from arbcli.loggers.base import Logger
 
-LOGGERS = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
-}
+LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 """Packages by name of the logger; the module `NAME_log` here has a class `Logger`."""
 
 

@@ -57,8 +57,7 @@ class Cache:
             from arbcli.model.ngrams import HISTORY
 
             self.history = torch.full((texts or 1, HISTORY), -1, dtype=torch.int64, device=device)
-        clocks = [track.clock for track in self.tracks]
-        self.window = min(clock.window for clock in clocks)
+        self.window = min(track.clock.window for track in self.tracks)
         """Maximum number of bytes that can be read at once."""
 
     texts: "list[TextCache] | None" = None

@@ -172,8 +172,7 @@ class Block(nn.Module):
 
     def new_state(self, clock: "PositionCounter") -> "State | None":
         """Create the decoding state of a text."""
-        states = [branch.part.new_state(clock) for branch in self.branches]
-        return next(filter(None, states), None)
+        return next(filter(None, [branch.part.new_state(clock) for branch in self.branches]), None)
 
     def linears(self) -> list[nn.Module] | None:
         """Return the linear layers in order of use; None if a part decodes its own weights."""

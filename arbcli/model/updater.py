@@ -197,8 +197,7 @@ class Updater:
             counts: number of learnt symbols of each micro-batch, which are their weights in
                 averages; None if all are equal.
         """
-        steps = range(step, step + 1)
-        parameters = self.step_parameters(steps, [lr], accumulation, counts)[0]
+        parameters = self.step_parameters(range(step, step + 1), [lr], accumulation, counts)[0]
         self._parameters = loaded(parameters, self._parameters)
         self.begin_step(self._parameters, accumulation)
 
@@ -236,8 +235,7 @@ class Updater:
         values = step_values(self._paces, self.weight_decay, steps, rates, shares, self.horizon)
         ticks = range(steps.start * accumulation, steps.stop * accumulation)
         keys = self._keys_of(ticks).view(len(steps), accumulation, -1, NUM_STREAMS)
-        rows = self._layout.pack({**values, "keys": keys}, len(steps), accumulation)
-        return rows.flatten(1)
+        return self._layout.pack({**values, "keys": keys}, len(steps), accumulation).flatten(1)
 
     def _keys_of(self, ticks: range) -> Tensor:
         """Return the keys of all matrices, (updates, matrices * NUM_STREAMS), on the host."""
@@ -317,8 +315,7 @@ class Updater:
     def _average_weights(self) -> None:
         from arbcli.model.averages import move_averages  # most runs have none
 
-        seed = self.seed ^ AVERAGE_SEED
-        keys = stream_keys(seed, self._step, self._num_matrices, 1)[:, 0]
+        keys = stream_keys(self.seed ^ AVERAGE_SEED, self._step, self._num_matrices, 1)[:, 0]
         for merge in (True, False):
             tensors = [tensor for tensor in self.tensors if self._merges(tensor) == merge]
             parts = move_averages(
@@ -652,8 +649,7 @@ class Updater:
                 if tensor.direction is None or not tensor.gradient_moment:
                     tensor.rule.step_along_moment(state, ok, control)
                     continue
-                empty = torch.empty(0, device=self.device)
-                gains = GradientGains(ok, *[empty] * 4)
+                gains = GradientGains(ok, *[torch.empty(0, device=self.device)] * 4)
                 self._step_along([_Unstepped(tensor, tensor.direction, state, gains, control)])
 
     def index_of(self, tensor: TernaryTensor) -> int:

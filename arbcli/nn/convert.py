@@ -302,9 +302,8 @@ def _configuration(model: nn.Module) -> dict[str, Any]:
 def floats(model: nn.Module) -> dict[str, Tensor]:
     """Return the float parameters and buffers of a model, by name: all that are not integers."""
     anchors = {id(part.anchor) for part in model.modules() if isinstance(part, Anchored)}
-    parts = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         name: part
-        for name, part in parts.items()
+        for name, part in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items()
         if part.is_floating_point() and id(part) not in anchors
     }

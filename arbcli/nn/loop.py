@@ -37,8 +37,7 @@ def linear_cross_entropy(
     rows, symbols = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     packed = head._packed.get("weight") if isinstance(head, IntegerModule) else None
     if not isinstance(packed, Symbols) or getattr(head, "bias", None) is not None:
-        logits = head(rows).float()
-        return functional.cross_entropy(logits, symbols, ignore_index=ignore_index)
+        return functional.cross_entropy(head(rows).float(), symbols, ignore_index=ignore_index)
     mask = symbols != ignore_index
     if not symbols.is_cuda and ((symbols < 0) | (symbols >= packed.out_features))[mask].any():
         raise ArbError(

@@ -155,8 +155,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
     @property
     def _updater_now(self) -> Updater:
         """The updater, on the device where the weights are."""
-        device = self._weights[0].trits.device
-        if self._updater is None or self._updater.device != device:
+        if self._updater is None or self._updater.device != self._weights[0].trits.device:
             group = self.param_groups[0]
             if self._updater is not None:
                 self._counters = self._updater.counters()

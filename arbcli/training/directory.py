@@ -246,8 +246,7 @@ def held_out_text(run: Path) -> tuple[Text, str]:
     if not (run / CONFIG).exists():
         raise ArbError(f"`{run}` has no held-out text", hint="name a text with `--data`")
     facts = read_facts(run)
-    config = run_config(run, facts)
-    texts = open_texts_again(facts, config)
+    texts = open_texts_again(facts, run_config(run, facts))
     check_same_text(run, facts, text_digest(texts), "name another with `--data`")
     return texts.val, f"held out of {texts.description}"
 

@@ -571,12 +571,7 @@ class Trainer:
             step=self.step,
             config=dataclasses.asdict(self.config.model) | {"digits": self.digits},
             counters=self._packed_updater.counters(),
-            data={
-                "digest": text_digest,
-                "seed": seed,
-                "position": self.step,
-                "settings": settings,
-            }
+            data={"digest": text_digest, "seed": seed, "position": self.step, "settings": settings}
             | ({"average": self.config.weight_average} if self.config.weight_average else {})
             | ({TOKENIZER_DIGEST: self.texts.tokenizer.digest} if self.texts.tokenizer else {})
             | reduced,

@@ -123,9 +123,8 @@ class Subject:
         ids = torch.randint(VOCABULARY, shape, generator=generator)
         ids = torch.where(ids < VOCABULARY // 3, ord(" "), ids)  # between words
         if self.config.is_masked:
-            numbers = range(self.batch)
             ids, targets = hide(
-                ids[:, 1:], VOCABULARY, seed=2, step=0, numbers=numbers, of=self.batch
+                ids[:, 1:], VOCABULARY, seed=2, step=0, numbers=range(self.batch), of=self.batch
             )
             return ids.to(self.device), targets.to(self.device)
         if self.config.fills:
@@ -199,8 +198,7 @@ def fill_memories(part: nn.Module, codes: int) -> None:
 
 def several_rules(digits: str) -> ModelConfig:
     """Return `RAGGED` with a rule for attention, one for MLPs, and one for all other weights."""
-    config = replace(RAGGED, digits=digits)
-    return set_part_rules(config, attention_rule="nibble", mlp_rule="carry")
+    return set_part_rules(replace(RAGGED, digits=digits), attention_rule="nibble", mlp_rule="carry")
 
 
 def all_subjects(

@@ -99,13 +99,11 @@ def replace_mlps(
         assert isinstance(block.channel, MLPConfig)
         gate = "hash" if index < hash_layers else moe_gate
         check_choice("moe_gate", moe_gate, GATES)
-        width = block.channel.width
         channel = build_experts(
-            experts, "top_k_experts", top_k, width, gate, shared_expert, moe_clamp
+            experts, "top_k_experts", top_k, block.channel.width, gate, shared_expert, moe_clamp
         )
         blocks.append(replace(block, channel=channel))
-    stage = replace(config.main, blocks=tuple(blocks))
-    return replace(config, stages=(*config.outer, stage))
+    return replace(config, stages=(*config.outer, replace(config.main, blocks=tuple(blocks))))
 
 
 MODIFIER = replace_mlps

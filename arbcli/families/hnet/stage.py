@@ -163,8 +163,7 @@ class Stage(nn.Module, JoinedStatistics):
         if self.router:
             routed = past.route(x, self.router.query_key(x), places)
         elif self.chunking.boundaries == "space":
-            last_byte = torch.where(first == 0, -1, past.byte)
-            routed = chunking.route_words(ids, last_byte)
+            routed = chunking.route_words(ids, torch.where(first == 0, -1, past.byte))
             past.byte.copy_(ids[:, -1:])
         else:
             routed = chunking.route_every(self.chunking.length, places)

@@ -145,8 +145,7 @@ def _rows(pixels: "np.ndarray") -> bytes:
     import numpy as np  # takes a tenth of a second, and help needs none
 
     rows = pixels.reshape(len(pixels), -1)
-    ends = np.full((len(rows), 1), ord("\n"), np.uint8)
-    return np.concatenate([rows, ends], axis=1).tobytes()
+    return np.concatenate([rows, np.full((len(rows), 1), ord("\n"), np.uint8)], axis=1).tobytes()
 
 
 def decode_pixels(body: bytes, header: PictureHeader) -> "np.ndarray":

@@ -171,8 +171,7 @@ def encode_digits(
     block_scales = scales.repeat_interleave(group_size // kind.block, dim=1)
     block_scales = block_scales[:, : columns // kind.block]
     words = digits.view(torch.int64).unflatten(1, (-1, kind.block // 8))  # eight at once
-    used = words.ne(0).any(dim=2)
-    block_scales = torch.where(used, block_scales, 0.0)
+    block_scales = torch.where(words.ne(0).any(dim=2), block_scales, 0.0)
     held = block_scales.to(torch.float16).to(torch.float32)
     if kind is Q8_0:
         held = torch.where(block_scales < LEAST_NORMAL, block_scales, held)

@@ -33,10 +33,7 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BYTES_ONLY = {"add_prefix_space": False, "use_regex": False}
 BYTES_AND_WORDS = {"add_prefix_space": False, "use_regex": True}
 """Options of a `ByteLevel` step that decide tokens."""
-PATTERNS = {
-    _WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe",
-    _WORDS + r"\p{N}" + _REST: "qwen2",
-}
+PATTERNS = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST: "qwen2"}
 """Names of the rules of llama.cpp by the pattern of a `Split`."""
 STEPS: dict[tuple[str, ...], str] = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 """The same by the steps of a `pre_tokenizer` without a `Split`."""

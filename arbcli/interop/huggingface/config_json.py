@@ -215,8 +215,7 @@ def divides_by_scale(values: Mapping[str, Any]) -> bool:
 
 def _check_quantization(fields: _Fields) -> None:
     """Check that a BitNet's weights are trits, and that nothing else is to be done to them."""
-    about = fields.take(QUANTIZATION, dict)
-    inner = _Fields(about, f"{fields.where}: `{QUANTIZATION}`")
+    inner = _Fields(fields.take(QUANTIZATION, dict), f"{fields.where}: `{QUANTIZATION}`")
     kind = inner.take("linear_class", str, "bitlinear")
     if kind not in BITNET_MODES:
         raise inner.refused("linear_class", kind)

@@ -228,7 +228,6 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
     """Return the content of `config.json`; if supported, attention is limited to `ctx` bytes."""
     shape = dense.known_shape(config)
     architecture = shape.architecture
-    rope = rope_parameters(shape.rotary)
     values = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
@@ -244,7 +243,7 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
         "rms_norm_eps": shape.norm_eps,
-        "rope_parameters": rope,
+        "rope_parameters": rope_parameters(shape.rotary),
         "rope_theta": shape.rotary.base,
         "tie_word_embeddings": shape.tied,
         "use_cache": True,

@@ -40,8 +40,7 @@ def _dropped_attention_torch(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor, rate: float
 ) -> tuple[Tensor, Tensor]:
     scores = q.float() @ k.float().mT * q.shape[3] ** -0.5
-    later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-    scores.masked_fill_(later, -torch.inf)
+    scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     logs = scores.logsumexp(dim=-1)
     p = torch.exp(scores - logs[..., None])
     return (p * _mask_of(q, key, rate) @ v.float()).to(q.dtype), logs

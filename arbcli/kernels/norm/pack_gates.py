@@ -135,8 +135,7 @@ def _new_packed(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate the results of `pack_gates`."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
     codes = torch.empty(rows, 3 * width, dtype=torch.uint8, device=gate_up.device)
-    bases = torch.empty(rows, 2, dtype=torch.uint8, device=gate_up.device)
-    return codes, bases
+    return codes, torch.empty(rows, 2, dtype=torch.uint8, device=gate_up.device)
 
 
 def _pack_gates_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:

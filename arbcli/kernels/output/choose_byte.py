@@ -30,8 +30,7 @@ def choose_byte_torch(
     """Compute `choose_byte_` with torch operations."""
     if logits.dim() == 2:
         for row, (one, row_logits) in enumerate(zip(byte.view(-1), logits, strict=True)):
-            place = position + row
-            choose_byte_torch(one, text, row_logits, place, key, temperature, top_k, top_p)
+            choose_byte_torch(one, text, row_logits, position + row, key, temperature, top_k, top_p)
         return None
     if logits.shape[-1] > MAX_SYMBOLS:
         return choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p)
@@ -76,8 +75,7 @@ def choose_among_many(
     else:
         score, symbol = logits.float().sort(descending=True, stable=True)
         score = (score - score[0]) / (temperature + (temperature == 0))
-        rank = torch.arange(len(score), device=score.device)
-        kept = rank < top_k
+        kept = torch.arange(len(score), device=score.device) < top_k
         # integer sums are the same in any order
         share = (torch.where(kept, score, -torch.inf).softmax(0) * 2.0**40).long()
         limit = top_p.double() * 2**40 if isinstance(top_p, Tensor) else top_p * 2.0**40

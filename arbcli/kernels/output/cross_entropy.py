@@ -17,8 +17,7 @@ from arbcli.kernels.runtime.operation import Operation
 def _cross_entropy_torch(logits: Tensor, targets: Tensor) -> Tensor:
     loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     for rows in row_chunks(logits):
-        part = functional.cross_entropy(logits[rows].float(), targets[rows], reduction="none")
-        loss[rows] = part
+        loss[rows] = functional.cross_entropy(logits[rows].float(), targets[rows], reduction="none")
     return loss
 
 

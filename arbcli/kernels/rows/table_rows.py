@@ -32,8 +32,7 @@ def _gather_rows_torch(buffer: Tensor, rows: Tensor) -> Tensor:
     if num_rows == 0:
         return buffer.new_zeros(len(rows), buffer.shape[1])
     outside = (rows < 0) | (rows >= num_rows)
-    gathered = buffer.index_select(0, rows.clamp(0, num_rows - 1))
-    return gathered.masked_fill_(outside[:, None], 0)
+    return buffer.index_select(0, rows.clamp(0, num_rows - 1)).masked_fill_(outside[:, None], 0)
 
 
 def _scatter_rows_torch(buffer: Tensor, rows: Tensor, values: Tensor) -> Tensor:

@@ -371,8 +371,7 @@ def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
     begins = keys < num_rows
     begins[1:] &= keys[1:] != keys[:-1]
     ranks = torch.cumsum(begins, dim=0)  # index of a slot's row, from 1
-    num_touched = min(len(ids), num_rows)
-    places = torch.arange(1, num_touched + 2, device=ids.device)
+    places = torch.arange(1, min(len(ids), num_rows) + 2, device=ids.device)
     slots = inside.sum()
     bounds = torch.minimum(torch.searchsorted(ranks, places), slots)
     count = begins.sum()

@@ -88,8 +88,7 @@ def default_compute(device: torch.device) -> str:
         return "fp32"
     # oneDNN must support the CPU's instructions; torch for Apple CPUs is built without oneDNN
     onednn = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    native = multiplies_bf16(torch.cpu.get_capabilities())
-    return "bf16" if onednn and native else "fp32"
+    return "bf16" if onednn and multiplies_bf16(torch.cpu.get_capabilities()) else "fp32"
 
 
 def multiplies_bf16(capabilities: Mapping[str, Any]) -> bool:

@@ -100,8 +100,7 @@ def _sign_gradient_kernel(
 
 def _sign_gradient_triton(grad_y: Tensor, x: Tensor, packed: Packed) -> SignGradient:
     (length, columns), rows = x.shape, packed.out_features
-    group_size = packed.group_size
-    lanes = triton.next_power_of_2(group_size)
+    lanes = triton.next_power_of_2(packed.group_size)
     groups = max(TILE, lanes) // lanes
     low = x.dtype == torch.bfloat16
     block_n = 64 if low else 16

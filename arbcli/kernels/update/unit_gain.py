@@ -37,8 +37,7 @@ def row_squares_native(
 def _unit_gain_native(
     values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
 ) -> Tensor:
-    squares = row_squares_native(values, row_gain, column_gain)
-    return _gain_of(squares, values, row_gain, ok)
+    return _gain_of(row_squares_native(values, row_gain, column_gain), values, row_gain, ok)
 
 
 def _unit_gain_torch(

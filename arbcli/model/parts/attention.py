@@ -193,8 +193,7 @@ class Attention(CachedAttention):
         if self.fits_kernels:
             qkv = qkv.view(*x.shape[:2], 3, self.heads, self.width)
         if state.clock.checks:
-            ahead = state.attend_ahead(qkv, split=self.output.takes_parts)
-            return self._projected(ahead, residual)
+            return self._projected(state.attend_ahead(qkv, split=self.output.takes_parts), residual)
         if not self.fits_kernels or x.shape[1] > 1:
             y = state.each_text(self._attend_after, qkv)
             y = y.transpose(1, 2).reshape(*x.shape[:2], -1)
@@ -307,8 +306,7 @@ class KVCache(State):
 
     def _here(self) -> _Here:
         if self.clock.length == 1:  # independent of the position on the host, for CUDA graphs
-            position = self.clock.position
-            seen = torch.arange(self.window, device=self.clock.device) <= position
+            seen = torch.arange(self.window, device=self.clock.device) <= self.clock.position
             return _Here(self.clock.places % self.window, mask=seen[None])
         start, length, device = self.clock.start, self.clock.length, self.clock.device
         slots = torch.arange(start, start + length, device=device) % self.window

@@ -65,8 +65,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start to watch; all processes have created their heartbeats."""
-        now = time.monotonic()
-        self._seen = [(0, now)] * len(self._hosts)
+        self._seen = [(0, time.monotonic())] * len(self._hosts)
         Thread(target=self._watch, daemon=True).start()
 
     def stop(self) -> None:

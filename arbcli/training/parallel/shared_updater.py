@@ -385,14 +385,12 @@ class SharedUpdater:
         """Step a tensor by the sums of all processes, and update its exponents."""
         tensor, matrices = member.tensor, member.matrices
         exponent = tensor.wire_exponent[member.rows, 0]
-        block = block_of(tensor.in_features)
-        grad = sum_gradients(sums, low, exponent, fitting, block, self.dtype)
+        grad = sum_gradients(sums, low, exponent, fitting, block_of(tensor.in_features), self.dtype)
         if tensor.matrices == 1:
             self.updates(tensor, grad)
         else:
             self.updates(tensor, grad.unflatten(0, (len(matrices), -1)), matrices)
-        largest = fitting.amax(dim=0)
-        exponent.copy_(next_exponents(exponent, largest, self._fall, self.headroom))
+        exponent.copy_(next_exponents(exponent, fitting.amax(dim=0), self._fall, self.headroom))
 
     def _copy(self, bucket: Bucket, owner: int, message: Tensor, *, into: bool) -> None:
         """Copy an owner's state of a bucket into its message, or from it."""

@@ -25,9 +25,8 @@ def attend_ahead_reference(
     before, means, stored = (keys, values), [], []
     for row, row_qkv in enumerate(qkv):
         at = int(position) + row
-        place = torch.tensor(at)
         mean, total, keys, values = attend_parts_reference(
-            row_qkv, keys, values, place, cos, sin, eps, max_parts
+            row_qkv, keys, values, torch.tensor(at), cos, sin, eps, max_parts
         )
         shares = (total / total.sum(0))[..., None]  # (S, heads, 1)
         means.append((shares * mean.unflatten(1, (total.shape[1], -1))).sum(0).flatten())

@@ -75,8 +75,7 @@ def parts_of(length: int, lead: int, sight: Sight, number: int) -> Iterator[Part
         begin = first * sight.ratio - 1 - sight.start
         queries = slice(max(0, begin), min(length, last * sight.ratio - 1 - sight.start))
         keys = slice(max(0, queries.start + lead - sight.window + 1), queries.stop + lead)
-        group_slice = slice(first - groups.start, last - groups.start)
-        yield Part(group_slice, queries, keys, max(0, -begin))
+        yield Part(slice(first - groups.start, last - groups.start), queries, keys, max(0, -begin))
 
 
 def attend_part(

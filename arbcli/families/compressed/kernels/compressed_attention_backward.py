@@ -318,8 +318,7 @@ def _compressed_attention_backward_triton(
         splits = min(SPLITS, triton.cdiv(length, 4 * triton.cdiv(block_rows, tile.heads_per_kv)))
         grad_entries = grad_of(entries, splits, True)
     else:
-        chosen_by_part = chosen.repeat_interleave(tile.parts, dim=1)
-        sums = sum_choices(pairs, chosen_by_part, entries.shape[1])
+        sums = sum_choices(pairs, chosen.repeat_interleave(tile.parts, dim=1), entries.shape[1])
         grad_entries = sums.view(entries.shape)
     grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
     return grad_x, grad_recent, grad_entries, grad_sink

@@ -29,8 +29,7 @@ def append_position_reference(
     p, m = int(position), opened.shape[1]
     new, recent, entries, opened = (part.double() for part in (new, recent, entries, opened))
     begin = p // m * m
-    normal = normalise_reference(new[0], eps)
-    recent[p % len(recent)] = rotate_reference(normal, cos[p], sin[p])
+    recent[p % len(recent)] = rotate_reference(normalise_reference(new[0], eps), cos[p], sin[p])
     opened[:, p % m] = new[1:].flatten(1)
     share = torch.exp(opened[1] + beta.double().T)[: p % m + 1]
     mixed = (share * opened[0, : p % m + 1]).sum(dim=0) / share.sum(dim=0)

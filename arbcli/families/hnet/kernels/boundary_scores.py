@@ -48,8 +48,7 @@ def _boundary_scores_backward_torch(grad_p: Tensor, x: Tensor, qk: Tensor) -> tu
         cos, half = (u * v).sum(dim=2, keepdim=True), -grad_p[:, 1:, None] / 2
         grad_qk[:, :-1, :width] = half * (v - cos * u) / length_u
         grad_qk[:, 1:, width:] = half * (u - cos * v) / length_v
-    grad_x = grad_qk[..., :width] + grad_qk[..., width:]
-    return grad_x.to(x.dtype), grad_qk.to(qk.dtype)
+    return (grad_qk[..., :width] + grad_qk[..., width:]).to(x.dtype), grad_qk.to(qk.dtype)
 
 
 @triton.jit

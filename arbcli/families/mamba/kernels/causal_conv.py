@@ -19,8 +19,7 @@ MOST_TAPS = 8
 
 def _shifted(x: Tensor, taps: int, reverse: bool) -> Iterator[Tensor]:
     """Return the input of each tap, shifted."""
-    ends = (0, 0, 0, taps - 1) if reverse else (0, 0, taps - 1, 0)
-    padded = functional.pad(x, ends)
+    padded = functional.pad(x, (0, 0, 0, taps - 1) if reverse else (0, 0, taps - 1, 0))
     for i in range(taps):
         start = taps - 1 - i if reverse else i
         yield padded[:, start : start + x.shape[1]].float()

@@ -44,8 +44,7 @@ def stream_weights_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `stream_weights` with differentiable torch operations in float32."""
     n = count_streams(raw.shape[1])
-    z = raw.float() + bias.float()
-    a, c, square = z.split((n, n, n * n), dim=1)
+    a, c, square = (raw.float() + bias.float()).split((n, n, n * n), dim=1)
     square = square.clamp(-LIMIT, LIMIT)
     p = torch.exp(square - square.amax(dim=1, keepdim=True)).unflatten(1, (n, n))
     for _ in range(rounds):

@@ -46,8 +46,7 @@ def packed_gates_backward_reference(
     _overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the reference result of `packed_gates_backward`, in float64."""
-    gate_up = unpack_gates_reference(codes, bases)
-    return gated_rms_norm_backward_reference(grad_y, gate_up, eps)
+    return gated_rms_norm_backward_reference(grad_y, unpack_gates_reference(codes, bases), eps)
 
 
 def gated_rms_norm_in_its_dtype(gate_up: Tensor, eps: float | None) -> Tensor:
@@ -67,8 +66,7 @@ def _draw_packed(rng: CaseGenerator, group_size: int, m: int, _n: int, k: int) -
 def _packed_backward_in_its_dtype(
     grad_y: Tensor, codes: Tensor, bases: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    gate_up = unpack_gates(codes, bases).to(grad_y.dtype)
-    return backward_in_its_dtype(grad_y, gate_up, *others)
+    return backward_in_its_dtype(grad_y, unpack_gates(codes, bases).to(grad_y.dtype), *others)
 
 
 def backward_in_its_dtype(*inputs: Any) -> tuple[Tensor, Tensor]:

@@ -27,8 +27,7 @@ def sum_gradients_reference(
         total = blocks.sum(1).reshape(total.shape) * signs
     values = total.double() / block * torch.exp2(exponent.double())[:, None]
     values = torch.where((exponent == -128)[:, None], 0, values)
-    wrong = (fitting == 127).any(dim=0)[:, None]
-    return torch.where(wrong, torch.inf, values).to(dtype)
+    return torch.where((fitting == 127).any(dim=0)[:, None], torch.inf, values).to(dtype)
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
