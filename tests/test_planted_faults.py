@@ -107,7 +107,7 @@ FAULTS = [
     kernel("group", "weights multiplied by the scale of the group before", "ternary_matmul",
         rewrite("w *= s[:, g]", "w *= s[:, g - 1]"), place=torch_backend),
     kernel("alignment", "rows begin on a whole word", "decode_weight",
-        rewrite("shift_pair(a, b, 8 * s, p)", "shift_pair(a, b, 0 * s, p)"), scale="T32"),
+        rewrite("ptx.shift_pair(a, b, 8 * s, p)", "ptx.shift_pair(a, b, 0 * s, p)"), scale="T32"),
     # products
     # experts
     kernel("neighbour", "rows of an expert begin where the block before them does",
@@ -183,7 +183,7 @@ FAULTS = [
     kernel("stack", "every text has the random numbers of the first", "choose_bytes",
         rewrite("tl.load(key_ptr + r)", "tl.load(key_ptr)")),
     kernel("neighbour", "an element rotated with another one than its partner", "attend_parts",
-        rewrite("shuffle_xor(w, LANES // 2, PTX)", "shuffle_xor(w, LANES // 4, PTX)")),
+        rewrite("ptx.shuffle_xor(w, LANES // 2, PTX)", "ptx.shuffle_xor(w, LANES // 4, PTX)")),
     kernel("missing term", "scales of keys in eight bits forgotten", "decode_attention_8bit",
         rewrite("scale_of_entry(a, E4M3) * scale", "scale")),
     kernel("wrong place", "scale of a new value stored over its key's", "decode_attention_8bit",
@@ -435,7 +435,7 @@ FAULTS = [
     module("neighbour", "rows taken from the first sequence", "families.hnet",
         rewrite("torch.where(i < 0, -1, i + s)", "torch.where(i < 0, -1, i)"), "hnet: end to end"),
     module("wiring", "what goes past the inner network left out", "families.hnet",
-        rewrite("spread(z, r.p, s.residual(x), c)", "spread(z, r.p, 0 * s.residual(x), c)"),
+        rewrite("m.spread(z, r.p, s.residual(x), c)", "m.spread(z, r.p, 0 * s.residual(x), c)"),
         "hnet: end to end"),
     # blocks of any kind, around chunks and on them
     module("wiring", "experts given the stream that is not normalised", "families.experts",
