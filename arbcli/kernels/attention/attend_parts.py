@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.decode_attention import PLACE, rotated_torch
+from arbcli.kernels.attention.decode_attention import rotated_torch
 from arbcli.kernels.runtime import ptx
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import BF16, FLOAT, INT32, Array, Number, compiled_check
+from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
@@ -52,12 +52,9 @@ REGISTERS = 128
 
 _check_parts = compiled_check(
     "parts of attention",
-    {
-        "values": Array("S, V", BF16, dense=True), "totals": Array("S, H", FLOAT, dense=True),
-        "position": Array("", INT32), "span": Number(),
-    },
+    declared("values: bfloat16[S, V] dense; totals: float32[S, H] dense; position: int32[]; span"),
     ("H > 0 and V % H == 0",),
-)  # fmt: skip
+)
 
 
 class AttentionParts(NamedTuple):
@@ -428,14 +425,12 @@ def fits_heads(qkv: Tensor) -> bool:
 
 ALIGNED = "keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0"
 """Condition of loads of 16 bytes from rings."""
-_RING = Array("H, W, D", BF16, dense=True)
 
 attend_parts = Operation(
     "attend_parts", _attend_parts_triton, _attend_parts_torch,
-    {
-        "qkv": Array("3, H, D", BF16, dense=True), "keys": _RING, "values": _RING,
-        **PLACE, "position": Array("", INT32), "eps": Number(), "max_parts": Number(),
-    },
+    "qkv: bfloat16[3, H, D] dense; keys: bfloat16[H, W, D] dense; values: bfloat16[H, W, D] dense; "
+    "position: int32[]; cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; eps; "
+    "max_parts",
     where=(
         f"D in {WIDTHS}", "W > 0", ALIGNED,
     ),

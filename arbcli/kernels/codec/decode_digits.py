@@ -13,7 +13,7 @@ from arbcli.kernels.codec.packed import ROOTS, Packed, load_scale, scales_torch
 from arbcli.kernels.codec.packing import first_digit, has_planes, take_trit, unpack_trits_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, Matrix, Number
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
 from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.ptx import HAS_PTX
@@ -272,5 +272,6 @@ def decode_digits_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
 
 DECODE_DIGITS = Operation(
     "decode_digits", decode_digits_triton, decode_digits_torch,
-    {"packed": Matrix(), "dtype": Number()}, native=decode_digits_native, where=(DTYPE_IS_REAL,),
+    "packed: packed[N, K]; dtype",
+    native=decode_digits_native, where=(DTYPE_IS_REAL,),
 )  # fmt: skip

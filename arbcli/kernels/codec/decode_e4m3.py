@@ -14,7 +14,6 @@ from arbcli.kernels.codec.decode_digits import decode_digits_torch, decode_tile,
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.quantise_rows import E4M3, LARGEST_OCTAVE, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import Matrix, Number
 from arbcli.kernels.runtime.operation import Operation
 
 TILE, TRANSPOSED_TILE = (4, 8, 4), (32, 2, 4)
@@ -75,7 +74,7 @@ def _decode_e4m3_triton(packed: Packed, transposed: bool = False) -> tuple[Tenso
 
 decode_e4m3 = Operation(
     "decode_e4m3", _decode_e4m3_triton, _decode_e4m3_torch,
-    {"packed": Matrix(), "transposed": Number()},
+    "packed: packed[N, K]; transposed",
 )  # fmt: skip
 """Decode a packed matrix to e4m3.
 

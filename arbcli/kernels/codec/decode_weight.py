@@ -28,7 +28,7 @@ from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import has_planes, positions_in_block, trit_at
 from arbcli.kernels.runtime import ptx
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, Matrix, Number
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
 from arbcli.kernels.runtime.operation import Operation
 
@@ -218,7 +218,8 @@ def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
 
 
 decode_weight = Operation(
-    "decode_weight", decode_weight_triton, decode_digits, {"packed": Matrix(), "dtype": Number()},
+    "decode_weight", decode_weight_triton, decode_digits,
+    "packed: packed[N, K]; dtype",
     where=(DTYPE_IS_REAL,),
 )  # fmt: skip
 """Decode a packed matrix to its weights.

@@ -33,15 +33,7 @@ from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.matmul import swizzled
 from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS, multiply_prepacked
-from arbcli.kernels.runtime.arguments import (
-    BF16,
-    INT8,
-    UINT8,
-    Array,
-    Matrix,
-    Number,
-    compiled_check,
-)
+from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.operation import Operation
 
@@ -117,7 +109,7 @@ def _check_bytes(beyond: bool) -> None:
 
 _check_int8 = compiled_check(
     "packed weights",
-    {"packed": Matrix("N, K, G"), "gated": Number()},
+    declared("packed: packed[N, K, G]; gated"),
     ("packed.remainder is not None", f"G % {PLANE} == 0", "not gated or N % 2 == 0"),
 )
 
@@ -196,24 +188,14 @@ def int8_matmul(
 
 
 _PLANES = swizzled.tiles_by(PLANE)
-_SCALES = Array(f"{_PLANES}, 8, 2", BF16, dense=True)
+_SCALES = f"scales: bfloat16[{_PLANES}, 8, 2] dense"
 _WHERE = swizzled.few_rows_fit(MOST_TEXTS)
 
 INT8_MATMUL = Operation(
     "int8_matmul", _int8_matmul_triton, _int8_matmul_torch,
-    swizzled.few_rows_of(
-        {"pieces": Array(f"{_PLANES}, 8, 4, 2, 8", UINT8, dense=True), "scales": _SCALES}
-    ),
+    swizzled.few_rows_of(f"pieces: uint8[{_PLANES}, 8, 4, 2, 8] dense; {_SCALES}"),
     native=_int8_matmul_native, where=_WHERE,
 )  # fmt: skip
 
-_check_lanes = compiled_check(
-    "int8_matmul",
-    swizzled.few_rows_of(
-        {
-            "pieces": Array(f"{_PLANES}, {PLANE // 2}, {swizzled.ROWS}, 2", INT8, dense=True),
-            "scales": _SCALES,
-        }
-    ),
-    _WHERE,
-)
+_LANES = f"pieces: int8[{_PLANES}, {PLANE // 2}, {swizzled.ROWS}, 2] dense; {_SCALES}"
+_check_lanes = compiled_check("int8_matmul", declared(swizzled.few_rows_of(_LANES)), _WHERE)

@@ -35,7 +35,7 @@ from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.matmul import swizzled
 from arbcli.kernels.runtime._triton import tl
-from arbcli.kernels.runtime.arguments import UINT8, Array, compiled_check
+from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import uses_native
 
 BLOCK = 4 * PLANE
@@ -64,12 +64,12 @@ class Prepacked(NamedTuple):
     """Whether a tile has eight rows of each half of the matrix."""
 
 
-PREPACKED_ARGUMENTS = swizzled.few_rows_of(
-    {"pieces": Array(f"{swizzled.tiles_by(BLOCK)}, {PIECE_BYTES.value}", UINT8, dense=True)}
+PREPACKED_SCHEMA = swizzled.few_rows_of(
+    f"pieces: uint8[{swizzled.tiles_by(BLOCK)}, {PIECE_BYTES.value}] dense"
 )
 
 check_on_cpu = compiled_check(
-    "multiply_on_cpu", PREPACKED_ARGUMENTS, swizzled.few_rows_fit(1 << 31)
+    "multiply_on_cpu", declared(PREPACKED_SCHEMA), swizzled.few_rows_fit(1 << 31)
 )
 
 

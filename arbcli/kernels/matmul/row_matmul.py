@@ -47,7 +47,7 @@ from arbcli.kernels.matmul.prepacked import (
     BLOCK,
     MOST_COLUMNS,
     PIECE_BYTES,
-    PREPACKED_ARGUMENTS,
+    PREPACKED_SCHEMA,
     Prepacked,
     prepacked_native,
     prepacked_torch,
@@ -869,6 +869,6 @@ def row_matmul(
 
 
 ROW_MATMUL = Operation(
-    "row_matmul", _row_matmul_triton, _row_matmul_torch, PREPACKED_ARGUMENTS,
+    "row_matmul", _row_matmul_triton, _row_matmul_torch, PREPACKED_SCHEMA,
     native=_row_matmul_native, where=(*few_rows_fit(MOST_ROWS), f"in_features <= {MOST_COLUMNS}"),
 )  # fmt: skip

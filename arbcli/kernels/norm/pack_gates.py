@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import Array
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
@@ -149,7 +148,8 @@ def _pack_gates_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 pack_gates = Operation(
-    "pack_gates", _pack_gates_triton, pack_gates_torch, {"gate_up": Array("M, W")},
+    "pack_gates", _pack_gates_triton, pack_gates_torch,
+    "gate_up: real[M, W]",
     where=("W > 0", "W % 2 == 0"),
 )  # fmt: skip
 """Pack gate and up, the halves of the rows of a matrix, each number rounded to bfloat16.

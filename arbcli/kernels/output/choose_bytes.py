@@ -1,11 +1,9 @@
 """Batched `choose_byte`: each text has its own position, key and sampling options."""
 
-import torch
 from torch import Tensor
 
 from arbcli.kernels.output import choose_byte
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT32, INT64, Array
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -60,16 +58,9 @@ def _choose_bytes_triton(
 
 choose_bytes_ = Operation(
     "choose_bytes", _choose_bytes_triton, _choose_bytes_torch,
-    {
-        "byte": Array("B, 1", INT64, dense=True),
-        "text": Array("B, P", (torch.uint8, torch.int32), dense=True),
-        "logits": Array("B, V", dense=True),
-        "position": Array("B", INT32, dense=True),
-        "key": Array("B", INT32, dense=True),
-        "temperature": Array("B", FLOAT, dense=True),
-        "top_k": Array("B", INT32, dense=True),
-        "top_p": Array("B", FLOAT, dense=True),
-    },
+    "byte: int64[B, 1] dense; text: uint8|int32[B, P] dense; logits: real[B, V] dense; "
+    "position: int32[B] dense; key: int32[B] dense; temperature: float32[B] dense; "
+    "top_k: int32[B] dense; top_p: float32[B] dense",
     where=("V > 0", choose_byte.TEXT_FITS),
 )  # fmt: skip
 """Sample the byte or token at `position` of each text from its logits, in place.

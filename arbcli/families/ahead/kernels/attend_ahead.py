@@ -44,10 +44,10 @@ from arbcli.kernels.attention.attend_parts import (
     turn,
     write_sums,
 )
-from arbcli.kernels.attention.decode_attention import PLACE, Kept, decode_attention
+from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.kernels.runtime import ptx
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import BF16, INT32, Arguments, Array, Number, compiled_check
+from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
@@ -432,13 +432,14 @@ def attend_in_turn(
     return torch.stack(_attend_in_turn(attend, qkv, keys, values, new, position))
 
 
-_BYTES = "M, 3, H, D", "H, W, D", "H, W, D", "2, M, H, D"
-_NAMES = "qkv", "keys", "values", "new"
 _FIT = (f"1 <= M <= {MOST_AHEAD}", "M <= W", "D % 2 == 0")
-_PLACE: Arguments = {**PLACE, "position": Array("", INT32)}
 _check_turn = compiled_check(
     "attend_in_turn",
-    {**{name: Array(of, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)}, **_PLACE},
+    declared(
+        "qkv: real[M, 3, H, D] dense; keys: real[H, W, D] dense; values: real[H, W, D] dense; "
+        "new: real[2, M, H, D] dense; position: int32[]; cos: float32[P, D // 2] dense; "
+        "sin: float32[P, D // 2] dense"
+    ),
     _FIT,
 )
 
@@ -531,10 +532,9 @@ def keep_accepted_(table: Table, position: Tensor, accepted: Tensor) -> None:
 
 attend_ahead = Operation(
     "attend_ahead", _attend_ahead_triton, _attend_ahead_torch,
-    {
-        **{name: Array(of, BF16, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)},
-        **_PLACE, "eps": Number(), "max_parts": Number(),
-    },
+    "qkv: bfloat16[M, 3, H, D] dense; keys: bfloat16[H, W, D] dense; "
+    "values: bfloat16[H, W, D] dense; new: bfloat16[2, M, H, D] dense; position: int32[]; "
+    "cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; eps; max_parts",
     where=(*_FIT, "M > 1", f"D in {WIDTHS}", ALIGNED),
 )  # fmt: skip
 """Attend from several new bytes; each head is computed in parts and averaged.
@@ -570,13 +570,9 @@ def _take_one_pair(run: Callable[[Table, Tensor, Tensor], None]) -> Callable:
     return run_pair
 
 
-_RING, _COUNT = Array("H, W, D", dense=True), Array("", INT32)
-
 KEEP_ACCEPTED = Operation(
     "keep_accepted", _take_one_pair(_keep_accepted_triton),
     _take_one_pair(lambda table, *arguments: _keep_accepted_torch(table.rings, *arguments)),
-    {
-        "keys": _RING, "values": _RING, "new": Array("2, M, H, D", dense=True),
-        "position": _COUNT, "accepted": _COUNT,
-    },
+    "keys: real[H, W, D] dense; values: real[H, W, D] dense; new: real[2, M, H, D] dense; "
+    "position: int32[]; accepted: int32[]",
 )  # fmt: skip

@@ -13,9 +13,7 @@ from arbcli.kernels.codec import packing
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import BOOL, INT8, INT32, UINT8, Array
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.kernels.update.direction import OK
 
 SCALE_THRESHOLD = 4
 GRADIENTS = (torch.float32, torch.bfloat16, torch.int8)
@@ -107,11 +105,8 @@ def _cast_trit_votes_triton(
 
 cast_trit_votes = Operation(
     "cast_trit_votes", _cast_trit_votes_triton, _cast_trit_votes_torch,
-    {
-        "packed": Array("N, row_bytes(K)", UINT8), "votes": Array("N, K", INT8),
-        "grad": Array("N, K", GRADIENTS), "ok": OK, "threshold": Array("", INT32),
-        "held": Array("N, K", BOOL, optional=True),
-    },
+    "packed: uint8[N, row_bytes(K)]; votes: int8[N, K]; grad: float32|bfloat16|int8[N, K]; "
+    "ok: int32[]; threshold: int32[]; held: bool[N, K]?",
 )  # fmt: skip
 """Add votes to every trit of a matrix, and move those whose votes reach a threshold, in place.
 
