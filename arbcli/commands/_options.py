@@ -509,12 +509,11 @@ MANUAL_OPTIONS = {
             "--preset",
             metavar="PRESET",
             help="Model: tiny (3 million weights), small (11), base (85), 1b, or of another kind,"
-            " such as arb-long or hnet-base. Dense blocks:"
-            " tiny, small, base or 1b. Compressed attention: arb-long; with experts and four"
-            " residual streams: arb-deep-small or arb-deep. N-grams, codebooks, experts and a"
-            " graph: arb-tiny or arb-3b. Dynamic chunks: hnet-tiny, hnet-small, hnet-base or"
-            " hnet-two-stage; chunks of 32 bytes: hnet-every or hnet-long, of 128: hnet-code."
-            " [default: tiny]",
+            " such as arb-long or hnet-base. Dense blocks: tiny, small, base or 1b. Compressed"
+            " attention: arb-long; with experts and four residual streams: arb-deep-small or"
+            " arb-deep. N-grams, codebooks, experts and a graph: arb-tiny or arb-3b. Dynamic"
+            " chunks: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 32 bytes:"
+            " hnet-every or hnet-long, of 128: hnet-code. [default: tiny]",
             callback=_check_preset,
             rich_help_panel=MODEL,
         ),
@@ -550,8 +549,7 @@ MANUAL_OPTIONS = {
         str | None,
         typer.Option(
             help="Kind of attention. Dense blocks: dense, or compressed, to entries of several"
-            " bytes. arb-tiny, arb-3b: latent, or none (--no-attention). [default: the"
-            " preset's]",
+            " bytes. arb-tiny, arb-3b: latent, or none (--no-attention). [default: the preset's]",
             metavar="|".join(ATTENTIONS + GRAPH_ATTENTIONS),
             callback=one_of("attention", ATTENTIONS + GRAPH_ATTENTIONS),
             rich_help_panel=MODEL,

@@ -53,45 +53,36 @@ OF_RUN = {*OPTIONS, "dropout", "attention_dropout", "embedding_dropout", "reduce
 """Settings of a run that are audited with its model."""
 
 
+_RUN = typer.Argument(
+    metavar=opt.NAMED, help=f"Run whose settings are the defaults: {opt.NAMES_RUN}"
+)
+_BUDGET = typer.Option(
+    metavar="SIZE",
+    help="Only predict whether a step fits: 6GiB, 500MiB, 4GB.",
+    parser=opt.read_budget,
+)
+_WHAT_IF = typer.Option("--what-if", help="Only predict the state of all rules and scale types.")
+_RANKS = typer.Option(min=2, help="Number of processes; --budget only predicts them. [default: 1]")
+_SNAPSHOT = typer.Option(help="Write torch's own memory snapshot; CUDA only.")
+_FLOATS = typer.Option("--floats", help="List all float tensors of the first step.")
+_DECODE = typer.Option(
+    min=2,
+    metavar="POSITIONS",
+    help="Instead of training, measure a prefill of so many positions, and decoding steps.",
+)
+
+
 @combining(EXCLUDED)
 @opt.takes_settings(*OPTIONS)
 def audit_memory(
-    run: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar=opt.NAMED, help=f"Run whose settings are the defaults: {opt.NAMES_RUN}"
-        ),
-    ] = None,
+    run: Annotated[Path | None, _RUN] = None,
     steps: Annotated[int, typer.Option(min=2, help="Number of steps to measure.")] = 3,
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Only predict whether a step fits: 6GiB, 500MiB, 4GB.",
-            parser=opt.read_budget,
-        ),
-    ] = None,
-    what_if: Annotated[
-        bool, typer.Option("--what-if", help="Only predict the state of all rules and scale types.")
-    ] = False,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=2, help="Number of processes; --budget only predicts them. [default: 1]"),
-    ] = None,
-    snapshot: Annotated[
-        Path | None, typer.Option(help="Write torch's own memory snapshot; CUDA only.")
-    ] = None,
-    floats: Annotated[
-        bool, typer.Option("--floats", help="List all float tensors of the first step.")
-    ] = False,
-    decode: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            metavar="POSITIONS",
-            help="Instead of training, measure a prefill of so many positions, and decoding steps.",
-        ),
-    ] = None,
+    budget: Annotated[int | None, _BUDGET] = None,
+    what_if: Annotated[bool, _WHAT_IF] = False,
+    ranks: Annotated[int | None, _RANKS] = None,
+    snapshot: Annotated[Path | None, _SNAPSHOT] = None,
+    floats: Annotated[bool, _FLOATS] = False,
+    decode: Annotated[int | None, _DECODE] = None,
     device: opt.PredictedDevice = None,
     backend: opt.Backend = None,
     as_json: opt.Json = False,

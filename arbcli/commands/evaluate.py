@@ -24,41 +24,32 @@ if TYPE_CHECKING:
     from arbcli.generation.evaluation import EvaluateReport, KindLoss
 
 
+_DATA = typer.Option(
+    help="File, folder or glob, - for stdin, or hf:NAME:SPLIT; several are concatenated."
+    " [default: the run's held-out text]"
+)
+_STRIDE = typer.Option(
+    min=1,
+    help="Bytes between windows. [default: half the model's context, or all of a masked model's]",
+)
+_BATCH = typer.Option(
+    min=1, help="Windows per forward pass. [default: 16, of at most 32,768 positions]"
+)
+_DRAWS = typer.Option(
+    min=1, max=4096, help="Masked models only: random masks drawn for each window. [default: 16]"
+)
+
+
 @combining({}, {"--field": "--data"})
 def evaluate(
     run: opt.Run = None,
     checkpoint: opt.Checkpoint = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="File, folder or glob, - for stdin, or hf:NAME:SPLIT; several are concatenated."
-            " [default: the run's held-out text]"
-        ),
-    ] = None,
+    data: Annotated[list[str] | None, _DATA] = None,
     field: opt.Field = None,
     data_format: opt.DataFormat = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Bytes between windows. [default: half the model's context, or all of"
-            " a masked model's]",
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Windows per forward pass. [default: 16, of at most 32,768 positions]"
-        ),
-    ] = None,
-    draws: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=4096,
-            help="Masked models only: random masks drawn for each window. [default: 16]",
-        ),
-    ] = None,
+    stride: Annotated[int | None, _STRIDE] = None,
+    batch: Annotated[int | None, _BATCH] = None,
+    draws: Annotated[int | None, _DRAWS] = None,
     compute: opt.ComputeOfRun = None,
     kv: opt.CacheDtype = None,
     device: opt.Device = None,

@@ -31,39 +31,33 @@ TEXT = "text.txt"
 """Name of the text in the command that tunes the model."""
 
 
+_FOLDER = typer.Argument(
+    metavar="DIR", help="Model folder of Transformers: config.json, safetensors, tokenizer.json."
+)
+_OUT = typer.Option(help="Run to create. [default: runs/imported-NAME]")
+_IGNORE_FIELD = typer.Option(
+    metavar="NAME",
+    help="Field of config.json that arb does not know and that decides nothing. Repeat it"
+    " for several.",
+)
+_BUDGET = typer.Option(
+    metavar="SIZE",
+    help="Memory of the GPU that is to train, such as 24GiB: the last line is the command"
+    " that fits. [default: that of this machine's GPU]",
+    parser=opt.read_budget,
+)
+
+
 def import_model(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="Model folder of Transformers: config.json, safetensors, tokenizer.json.",
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="Run to create. [default: runs/imported-NAME]")
-    ] = None,
+    folder: Annotated[Path, _FOLDER],
+    out: Annotated[Path | None, _OUT] = None,
     rule: opt.RuleToCome = None,
     attention_rule: opt.AttentionRuleToCome = None,
     mlp_rule: opt.MLPRuleToCome = None,
     scale_type: opt.ScaleTypeToCome = None,
     direction: opt.DirectionToCome = "adafactor",
-    ignore_field: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Field of config.json that arb does not know and that decides nothing. Repeat it"
-            " for several.",
-        ),
-    ] = None,
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory of the GPU that is to train, such as 24GiB: the last line is the command"
-            " that fits. [default: that of this machine's GPU]",
-            parser=opt.read_budget,
-        ),
-    ] = None,
+    ignore_field: Annotated[list[str] | None, _IGNORE_FIELD] = None,
+    budget: Annotated[int | None, _BUDGET] = None,
     print_config: Annotated[
         bool,
         typer.Option("--print-config", help="Print the model as TOML without reading weights."),

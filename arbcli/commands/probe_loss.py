@@ -28,34 +28,28 @@ STEP_FIELDS = ("data", "val", "field", "data_format", "batch", "lr", "seed", "co
 """Fields that can be set for a saved model; it keeps its own values of all others."""
 
 
+_RUN = typer.Argument(metavar=opt.NAMED, help=f"Saved model to probe, not changed: {opt.NAMES_RUN}")
+_DECODE = typer.Option(
+    min=2,
+    metavar="POSITIONS",
+    help="Instead of steps: read so many positions, decode one, and show its sizes.",
+)
+_PLOT = typer.Option(help="Plot residual stream, flips, loss, logits: .png, .pdf or .svg.")
+
+
 @combining({"--decode": ("--plot",)}, {"--field": "--data"})
 @opt.takes_settings(
     "data", "val", "field", "data_format", "tokenizer", "batch", "lr", "seed", "compute"
 )
 def probe_loss(
-    run: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar=opt.NAMED, help=f"Saved model to probe, not changed: {opt.NAMES_RUN}"
-        ),
-    ] = None,
+    run: Annotated[Path | None, _RUN] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = STEPS,
     warmup: opt.HalfWarmup = None,
     backend: opt.Backend = None,
     device: opt.Device = None,
     checkpoint: opt.Checkpoint = None,
-    decode: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            metavar="POSITIONS",
-            help="Instead of steps: read so many positions, decode one, and show its sizes.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Plot residual stream, flips, loss, logits: .png, .pdf or .svg."),
-    ] = None,
+    decode: Annotated[int | None, _DECODE] = None,
+    plot: Annotated[Path | None, _PLOT] = None,
     as_json: opt.Json = False,
     **settings: Any,
 ) -> None:

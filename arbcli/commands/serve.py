@@ -15,42 +15,33 @@ if TYPE_CHECKING:
 PACKAGES = ("starlette", "uvicorn")
 
 
+_HOST = typer.Option(metavar="ADDRESS", help="Address to listen at; others need --api-key.")
+_API_KEY = typer.Option(
+    envvar="ARB_API_KEY", metavar="KEY", help="Key that clients must give. [default: none]"
+)
+_BATCH = typer.Option(min=1, max=64, help="Texts generated at once. [default: 64, or 4 on a CPU]")
+_LENGTH = typer.Option(
+    min=2,
+    max=2**24,
+    help="Maximum length of a text with its prompt, in bytes or tokens. [default: the"
+    " model's context, at least 4096]",
+)
+_QUEUE = typer.Option(min=128, max=2**16, help="Maximum number of waiting texts.")
+_SECONDS = typer.Option(min=1, max=86400, help="Maximum time of a request in seconds.")
+_WATCH = typer.Option(metavar="FOLDER", help="Show the curves of the runs in a folder as well.")
+
+
 def serve(
     run: opt.Run = None,
     checkpoint: opt.Checkpoint = None,
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to listen at; others need --api-key.")
-    ] = "127.0.0.1",
+    host: Annotated[str, _HOST] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="ARB_API_KEY", metavar="KEY", help="Key that clients must give. [default: none]"
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help="Texts generated at once. [default: 64, or 4 on a CPU]"),
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            max=2**24,
-            help="Maximum length of a text with its prompt, in bytes or tokens. [default: the"
-            " model's context, at least 4096]",
-        ),
-    ] = None,
-    queue: Annotated[
-        int, typer.Option(min=128, max=2**16, help="Maximum number of waiting texts.")
-    ] = 256,
-    seconds: Annotated[
-        float, typer.Option(min=1, max=86400, help="Maximum time of a request in seconds.")
-    ] = 600,
-    watch: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Show the curves of the runs in a folder as well."),
-    ] = None,
+    api_key: Annotated[str | None, _API_KEY] = None,
+    batch: Annotated[int | None, _BATCH] = None,
+    length: Annotated[int | None, _LENGTH] = None,
+    queue: Annotated[int, _QUEUE] = 256,
+    seconds: Annotated[float, _SECONDS] = 600,
+    watch: Annotated[Path | None, _WATCH] = None,
     compute: opt.ComputeOfRun = None,
     kv: opt.CacheDtype = None,
     device: opt.Device = None,

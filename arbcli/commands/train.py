@@ -54,106 +54,83 @@ EXCLUDED = {
 """Options that cannot be combined with another one."""
 
 
+_MINUTES = typer.Option(
+    min=0.01,
+    help="Training time instead of --steps; their number follows from timing a few.",
+    rich_help_panel=OPTIMISATION,
+)
+_INIT_FROM = typer.Option(
+    metavar="RUN|FILE",
+    help="Start a new run from the weights of a saved model. Without --batch and --accum, a"
+    " step that fits into memory is chosen.",
+    rich_help_panel=OPTIMISATION,
+)
+_CONFIG_FILE = typer.Option(
+    "--config", help="Settings as TOML, or a run's config.json. Options override them."
+)
+_OUT = typer.Option(
+    help="Directory to create. With --resume auto: the folder of the runs. [default: the"
+    " next free one in runs/]"
+)
+_RESUME = typer.Option(metavar="auto|PATH", help="Continue the last run, or the given one.")
+_GPUS = typer.Option(
+    min=1,
+    help="Number of processes to start, one for each GPU. --accum must be a multiple of it."
+    " [default: 1]",
+)
+_PIN = typer.Option("--pin", help="Pin the threads to one CPU socket, if there are several.")
+_PLOT = typer.Option(help="Plot the losses: .png, .pdf or .svg.", rich_help_panel=OUTPUT)
+_LOG = typer.Option(
+    metavar="LOGGER",
+    help=f"Log metrics to {', '.join(LOGGERS)}. Repeat it for several.",
+    callback=_check_loggers,
+    rich_help_panel=OUTPUT,
+)
+_PROFILE = typer.Option(
+    min=1,
+    metavar="[N]",
+    help=f"Trace N steps with torch's profiler. [default of N: {opt.OPTIONAL['--profile']}]",
+    rich_help_panel=OUTPUT,
+)
+_FORCE = typer.Option("--force", help="Start even if the predicted memory does not fit.")
+_DRY_RUN = typer.Option(
+    "--dry-run", help="With --resume: only print what it would do, as arb check does."
+)
+_SHOW_WINDOWS = typer.Option(
+    "--show-windows",
+    metavar="N",
+    min=1,
+    help="Print the first N windows of a new run, with learned text in [[ ]], and exit.",
+)
+
+
 @combining(EXCLUDED, {"--dry-run": "--resume"})
 @opt.takes_settings(
     *RUN_SETTINGS, "weights", rare=("pin", "profile", "force", "dry_run", "backend"), heading=RUN
 )
 def train(
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01,
-            help="Training time instead of --steps; their number follows from timing a few.",
-            rich_help_panel=OPTIMISATION,
-        ),
-    ] = None,
-    init_from: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN|FILE",
-            help="Start a new run from the weights of a saved model. Without --batch and --accum, a"
-            " step that fits into memory is chosen.",
-            rich_help_panel=OPTIMISATION,
-        ),
-    ] = None,
-    config_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", help="Settings as TOML, or a run's config.json. Options override them."
-        ),
-    ] = None,
+    minutes: Annotated[float | None, _MINUTES] = None,
+    init_from: Annotated[Path | None, _INIT_FROM] = None,
+    config_file: Annotated[Path | None, _CONFIG_FILE] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the settings as TOML instead of training.")
     ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory to create. With --resume auto: the folder of the runs. [default: the"
-            " next free one in runs/]"
-        ),
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(metavar="auto|PATH", help="Continue the last run, or the given one."),
-    ] = None,
+    out: Annotated[Path | None, _OUT] = None,
+    resume: Annotated[str | None, _RESUME] = None,
     no_save: Annotated[
         bool,
         typer.Option("--no-save", help="Write no files: no run directory, checkpoints or records."),
     ] = False,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of processes to start, one for each GPU. --accum must be a multiple of it."
-            " [default: 1]",
-        ),
-    ] = None,
+    gpus: Annotated[int | None, _GPUS] = None,
     device: opt.Device = None,
     backend: opt.Backend = None,
-    pin: Annotated[
-        bool, typer.Option("--pin", help="Pin the threads to one CPU socket, if there are several.")
-    ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Plot the losses: .png, .pdf or .svg.", rich_help_panel=OUTPUT),
-    ] = None,
-    log: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LOGGER",
-            help=f"Log metrics to {', '.join(LOGGERS)}. Repeat it for several.",
-            callback=_check_loggers,
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    profile: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="[N]",
-            help="Trace N steps with torch's profiler."
-            f" [default of N: {opt.OPTIONAL['--profile']}]",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Start even if the predicted memory does not fit.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="With --resume: only print what it would do, as arb check does."
-        ),
-    ] = False,
-    show_windows: Annotated[
-        int | None,
-        typer.Option(
-            "--show-windows",
-            metavar="N",
-            min=1,
-            help="Print the first N windows of a new run, with learned text in [[ ]], and exit.",
-        ),
-    ] = None,
+    pin: Annotated[bool, _PIN] = False,
+    plot: Annotated[Path | None, _PLOT] = None,
+    log: Annotated[list[str] | None, _LOG] = None,
+    profile: Annotated[int | None, _PROFILE] = None,
+    force: Annotated[bool, _FORCE] = False,
+    dry_run: Annotated[bool, _DRY_RUN] = False,
+    show_windows: Annotated[int | None, _SHOW_WINDOWS] = None,
     quiet: opt.Quiet = False,
     as_json: opt.Json = False,
     **settings: Any,

@@ -47,27 +47,25 @@ def build_experts(
     )
 
 
+_TOP_K_EXPERTS = Setting(
+    "Experts that a position uses; for presets with a graph, the same as `moe_top_k`.",
+    minimum=1,
+    default="the preset's, or 2",
+)
+_HASH_LAYERS = Setting(
+    "First blocks of the innermost stage that choose experts by a hash.",
+    minimum=0,
+    default=PRESETS_OWN,
+)
+
+
 def replace_mlps(
     config: ModelConfig,
     *,
     experts: Annotated[int | None, EXPERTS] = None,
-    top_k_experts: Annotated[
-        int | None,
-        Setting(
-            "Experts that a position uses; for presets with a graph, the same as `moe_top_k`.",
-            minimum=1,
-            default="the preset's, or 2",
-        ),
-    ] = None,
+    top_k_experts: Annotated[int | None, _TOP_K_EXPERTS] = None,
     moe_gate: Gate = GATES[0],
-    hash_layers: Annotated[
-        int,
-        Setting(
-            "First blocks of the innermost stage that choose experts by a hash.",
-            minimum=0,
-            default=PRESETS_OWN,
-        ),
-    ] = 0,
+    hash_layers: Annotated[int, _HASH_LAYERS] = 0,
     shared_expert: SharedExpert = False,
     moe_clamp: Clamp = False,
 ) -> ModelConfig:

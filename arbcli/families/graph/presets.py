@@ -22,6 +22,16 @@ def _switch(words: str, option: str | None = None) -> Setting:
     return Setting(words, GRAPH, default="", option=option)
 
 
+_MAX_MOE_ITERS = Setting("Iterations over the experts.", GRAPH, minimum=1, default=PRESETS_OWN)
+_CODE_SEARCH = Setting(
+    "Lookup in codebooks: keys reads several rows by product keys; nearest reads the"
+    " nearest code of a vector quantiser, and ignores `top_k`.",
+    GRAPH,
+    choices=config.CODE_SEARCHES,
+)
+_MEMGRAM = _switch("A memory of the bytes that followed each n-gram of the text.")
+
+
 def graph(
     *,
     dim: Dim,
@@ -55,23 +65,13 @@ def graph(
         int,
         Setting("Iterated experts that a position uses.", GRAPH, minimum=1, default=PRESETS_OWN),
     ] = 2,
-    max_moe_iters: Annotated[
-        int, Setting("Iterations over the experts.", GRAPH, minimum=1, default=PRESETS_OWN)
-    ] = 4,
+    max_moe_iters: Annotated[int, _MAX_MOE_ITERS] = 4,
     moe_gate: Gate = GATES[0],
     shared_expert: SharedExpert = False,
     moe_clamp: Clamp = False,
     attention: bool = True,
     sequencer: Annotated[bool, _switch("N-grams added to the embedding.")] = True,
-    code_search: Annotated[
-        str,
-        Setting(
-            "Lookup in codebooks: keys reads several rows by product keys; nearest reads the"
-            " nearest code of a vector quantiser, and ignores `top_k`.",
-            GRAPH,
-            choices=config.CODE_SEARCHES,
-        ),
-    ] = config.CODE_SEARCHES[0],
+    code_search: Annotated[str, _CODE_SEARCH] = config.CODE_SEARCHES[0],
     codebook: Annotated[bool, _switch("The shared codebook, which the graph needs.")] = True,
     knowledge_codebook: Annotated[bool, _switch("The knowledge codebook.", "knowledge")] = True,
     moe: Annotated[bool, _switch("The iterated experts.")] = True,
@@ -79,9 +79,7 @@ def graph(
     graph_gate: bool = False,
     graph_adapters: bool = False,
     router: Annotated[bool, _switch("The router before the byte head.")] = True,
-    memgram: Annotated[
-        bool, _switch("A memory of the bytes that followed each n-gram of the text.")
-    ] = False,
+    memgram: Annotated[bool, _MEMGRAM] = False,
     **storage: Any,
 ) -> ModelConfig:
     """Build a model of blocks of latent attention, codebooks and iterated experts."""

@@ -24,6 +24,21 @@ STAGE_SETTINGS = ("outer_dim", "outer_layers", "outer_heads", "outer_ffn", "chun
 """Arguments with a number for each stage, the outermost first."""
 
 
+_CHUNK_LENGTH = Setting(
+    "Average length of a chunk, in positions, at every stage.", HNET, minimum=2, default=PRESETS_OWN
+)
+_OUTER_BLOCKS = Setting(
+    "Blocks of encoders and decoders: attention in a window, or mamba (Mamba-2).",
+    HNET,
+    choices=OUTER_BLOCKS,
+)
+_BOUNDARIES = Setting(
+    "Where chunks begin: learned; every, at a fixed length; or space, after each space.",
+    HNET,
+    choices=BOUNDARIES,
+)
+
+
 def hnet(
     *,
     dim: Dim,
@@ -35,35 +50,13 @@ def hnet(
     outer_layers: tuple[int, ...] | int,
     outer_heads: tuple[int, ...] | int,
     outer_ffn: tuple[int, ...] | int,
-    chunk_length: Annotated[
-        tuple[int, ...] | int,
-        Setting(
-            "Average length of a chunk, in positions, at every stage.",
-            HNET,
-            minimum=2,
-            default=PRESETS_OWN,
-        ),
-    ],
+    chunk_length: Annotated[tuple[int, ...] | int, _CHUNK_LENGTH],
     window: Window,
     sub_norms: SubNorms = True,
     streams: Streams = 1,
-    outer_blocks: Annotated[
-        str,
-        Setting(
-            "Blocks of encoders and decoders: attention in a window, or mamba (Mamba-2).",
-            HNET,
-            choices=OUTER_BLOCKS,
-        ),
-    ] = OUTER_BLOCKS[0],
+    outer_blocks: Annotated[str, _OUTER_BLOCKS] = OUTER_BLOCKS[0],
     states: int = 64,
-    boundaries: Annotated[
-        str,
-        Setting(
-            "Where chunks begin: learned; every, at a fixed length; or space, after each space.",
-            HNET,
-            choices=BOUNDARIES,
-        ),
-    ] = "learned",
+    boundaries: Annotated[str, _BOUNDARIES] = "learned",
     **storage: Any,
 ) -> ModelConfig:
     """Build a model with stages of chunks: outer blocks, and dense blocks in the innermost stage.

@@ -138,9 +138,8 @@ class Packed(NamedTuple):
 _check_parts = compiled_check(
     "packed matrix",
     declared(
-        "trits: uint8[N, row_bytes(in_features)]; "
-        "exponent: int8[N, -(-in_features // group_size)]; "
-        "fraction: int8[N, -(-in_features // group_size)]?; in_features; group_size; "
+        "trits: uint8[N, row_bytes(in_features)]; exponent: int8[N, -(-in_features // "
+        "group_size)]; fraction: int8[N, -(-in_features // group_size)]?; in_features; group_size; "
         "remainder: int8[N, in_features]?; radix; low; nibble"
     ),
 )

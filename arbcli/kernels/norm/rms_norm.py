@@ -358,8 +358,7 @@ Returns:
 """
 rms_norm_backward = Operation(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
-    "grad_y: real[*B, D]; x: real[*B, D]; weight: float32[D]? dense; eps; "
-    "other_grad: real[*B, D]?",
+    "grad_y: real[*B, D]; x: real[*B, D]; weight: float32[D]? dense; eps; other_grad: real[*B, D]?",
     native=rms_norm_backward_native,
 )  # fmt: skip
 """Compute the gradient of x in `rms_norm`, and recompute its result.

@@ -95,8 +95,7 @@ _WHERE = (f"0 < V <= {MOST_SYMBOLS}",)
 
 add_symbols_ = Operation(
     "add_symbols", _add_symbols_triton, _add_symbols_torch,
-    "total: float32[M] dense; target_sums: float32[M] dense; logits: real[M, V]; "
-    "targets: int64[M]",
+    "total: float32[M] dense; target_sums: float32[M] dense; logits: real[M, V]; targets: int64[M]",
     where=_WHERE,
 )  # fmt: skip
 """Update the log-sum-exp of rows with a chunk of symbols, in place.

@@ -434,10 +434,9 @@ Args:
 """
 step_by_direction = Operation(
     "step_by_direction", _step_by_direction_triton, _step_by_direction_torch,
-    "packed: uint8[N, row_bytes(K)]; remainder: int8[N, K]; values: real[N, K]; "
-    "row_gain: float32[N]?; column_gain: float32[K]? dense; key: int32[]; gain: int32[]; "
-    "shift: int32[]; limit: int32[]; ok: int32[]; flips: int64[]; radix; remainder_max; "
-    "decay: int32[]?",
+    "packed: uint8[N, row_bytes(K)]; remainder: int8[N, K]; values: real[N, K]; row_gain: "
+    "float32[N]?; column_gain: float32[K]? dense; key: int32[]; gain: int32[]; shift: int32[]; "
+    "limit: int32[]; ok: int32[]; flips: int64[]; radix; remainder_max; decay: int32[]?",
     native=_step_by_direction_native, where=(GAINS_BELONG,),
 )  # fmt: skip
 """Step a matrix of weights along a direction, in place, carrying between trit and remainder.

@@ -241,10 +241,9 @@ Returns:
 """
 compress_blocks_backward = Operation(
     "compress_blocks_backward", _compress_blocks_backward_triton, _compress_blocks_backward_torch,
-    "grad_recent: any_real[B, T, heads, X // 3 // heads]; "
-    "grad_entries: any_real[B, T // M, heads, X // 3 // heads]; x: real[B, T, X]; "
-    "beta: float32[X // 3, M]; cos: float32[T, X // 6 // heads]; sin: float32[T, X // 6 // heads]; "
-    "heads; eps",
+    "grad_recent: any_real[B, T, heads, X // 3 // heads]; grad_entries: any_real[B, T // M, heads, "
+    "X // 3 // heads]; x: real[B, T, X]; beta: float32[X // 3, M]; cos: float32[T, X // 6 // "
+    "heads]; sin: float32[T, X // 6 // heads]; heads; eps",
     where=_WHERE,
 )  # fmt: skip
 """Propagate gradients back through `compress_blocks`.
