@@ -33,15 +33,8 @@ from arbcli.config.settings import (
 )
 from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS
 from arbcli.config.training import FIELDS, SETTINGS, spelled_out, train_config, words_of
+from arbcli.data import files
 from arbcli.data.conversion import check_records
-from arbcli.data.files import (
-    check_named,
-    check_packages,
-    check_weights,
-    has_documents,
-    may_be_shard,
-    weight_of,
-)
 from arbcli.data.text import check_is_bytes
 from arbcli.families.graph.presets import ATTENTIONS as GRAPH_ATTENTIONS
 from arbcli.model.rules import FADING
@@ -294,7 +287,7 @@ def check_settings(settings: dict[str, Any]) -> None:
         check_regular(Path(settings["tokenizer"]))
     if settings.get("teacher"):
         find_run(Path(settings["teacher"]), loads=True)
-    check_weights(settings.get("data", ()))
+    files.check_weights(settings.get("data", ()))
     check_texts(settings)
 
 
@@ -321,15 +314,17 @@ def check_entries(
         ArbError: a file is missing or empty, has records whose fields `field` does not name, or is
             a shard that cannot be read.
     """
-    check_packages(field)
-    check_named(entries, None if has_documents(field) else field)
+    files.check_packages(field)
+    files.check_named(entries, None if files.has_documents(field) else field)
     if field is None:
         check_records(entries)
-    named = [Path(os.path.expanduser(weight_of(entry)[0])) for entry in entries]
-    if data_format and not any(may_be_shard(path, None) or not path.is_file() for path in named):
+    named = [Path(os.path.expanduser(files.weight_of(entry)[0])) for entry in entries]
+    if data_format and not any(
+        files.may_be_shard(path, None) or not path.is_file() for path in named
+    ):
         raise ArbError("`--data-format` only applies to .bin files", hint="leave it out")
     for path in named:
-        if may_be_shard(path, data_format) and path.is_file():
+        if files.may_be_shard(path, data_format) and path.is_file():
             _, width = imported("arbcli.data.shards:shard_layout")(path, data_format)
             if not has_tokenizer:
                 check_is_bytes(width)

@@ -14,11 +14,7 @@ from arbcli.commands import _options as opt
 from arbcli.commands._help import combining
 from arbcli.data.files import has_documents
 from arbcli.data.opening import open_text
-from arbcli.generation.option_checks import (
-    check_document_options,
-    check_masked_option,
-    check_stride,
-)
+from arbcli.generation import option_checks
 
 if TYPE_CHECKING:
     from arbcli.generation.evaluation import EvaluateReport, KindLoss
@@ -62,12 +58,12 @@ def evaluate(
     Each byte after the first is predicted once, from at least context - stride bytes before it. Of
     chats, only answers are predicted.
     """
-    check_document_options(field, stride)
+    option_checks.check_document_options(field, stride)
     checkpoint = opt.find_run(opt.one_path(run, checkpoint), loads=True)
     opt.check_entries(data or (), field, data_format)
     if config := opt.config_in_header(checkpoint):
-        check_masked_option(config, "--draws", draws)
-        check_stride(config, stride)
+        option_checks.check_masked_option(config, "--draws", draws)
+        option_checks.check_stride(config, stride)
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.generation import (

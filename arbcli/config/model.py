@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from arbcli.base.environment import BASELINES
 from arbcli.base.errors import ArbError, setting_error
 from arbcli.base.lazy import imported
+from arbcli.config import settings
 from arbcli.config.kinds import (
     AHEAD,
     BESIDE,
@@ -25,14 +26,6 @@ from arbcli.config.kinds import (
 from arbcli.config.layer_spec import NORM_EPS, SCALE_TYPES, VOCABULARY, LayerSpec
 from arbcli.config.parts.base import BetweenConfig, PartConfig, SplitConfig, every_part
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.settings import (
-    PRESETS_OWN,
-    Setting,
-    check_bounds,
-    check_choice,
-    check_fields,
-    setting,
-)
 from arbcli.families import CHECKS_OF_OBJECTIVES
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
@@ -60,11 +53,11 @@ EPS_KINDS = ("attention", "mlp")
 """Kinds of parts whose norms support any `norm_eps`."""
 Context = Annotated[
     int,
-    Setting(
+    settings.Setting(
         "Context length in bytes or tokens.",
         minimum=1,
         maximum=MOST,
-        default=PRESETS_OWN,
+        default=settings.PRESETS_OWN,
         common=True,
     ),
 ]
@@ -75,7 +68,7 @@ def _check_kinds(config: Any, **slots: Kinds) -> None:
     for name, known in slots.items():
         part = getattr(config, name)
         if part is not None:
-            check_choice(name, part.kind, known)
+            settings.check_choice(name, part.kind, known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +89,7 @@ class BlockConfig:
         Raises:
             ArbError: it has none, or one of the wrong kind.
         """
-        check_fields(self)
+        settings.check_fields(self)
         _check_kinds(self, mixer=MIXERS, channel=CHANNELS)
         if not self.parts:
             raise ArbError(
@@ -157,9 +150,9 @@ class StageConfig:
         Raises:
             ArbError: a value is invalid.
         """
-        check_fields(self)
+        settings.check_fields(self)
         _check_kinds(self, chunking=CHUNKING, memories=MEMORIES)
-        check_choice("streams", self.streams, STREAMS)
+        settings.check_choice("streams", self.streams, STREAMS)
         if not 0 < self.contribution <= 1:
             raise setting_error(
                 f"`contribution` is {self.contribution}", "use a number above 0 and at most 1"
@@ -167,7 +160,7 @@ class StageConfig:
         if self.bound is not None and not self.bound > 0:
             raise setting_error(f"`bound` is {self.bound}", "use a number above 0")
         for name in LISTS:
-            check_bounds("layers", len(getattr(self, name)), 0, MOST_BLOCKS)
+            settings.check_bounds("layers", len(getattr(self, name)), 0, MOST_BLOCKS)
         if self.chunking and (self.blocks or self.memories or self.router):
             raise ArbError(
                 "a stage with chunking has `blocks`, `memories` or a `router`",
@@ -217,22 +210,22 @@ class ModelConfig:
     """Second head, which predicts bytes after the next one; None for no such head."""
     composite: PartConfig | None = None
     """Heads for text, sounds and pictures that replace the linear head; None keeps it."""
-    scale_type: str = setting(
+    scale_type: str = settings.setting(
         "T32",
         "Number of weights that share a scale.",
         choices=tuple(SCALE_TYPES),
-        default=PRESETS_OWN,
+        default=settings.PRESETS_OWN,
         option="tscale-type",
     )
-    rule: str = setting(
+    rule: str = settings.setting(
         "moment",
         "Update rule: moment for the lowest loss, nibble for 56 % of its state; its loss is 2 %"
         " higher. carry and votes are worse.",
         choices=RULES,
-        default=PRESETS_OWN,
+        default=settings.PRESETS_OWN,
         common=True,
     )
-    digits: str = setting(
+    digits: str = settings.setting(
         "trit",
         "Weights to multiply by: int8 for the lowest loss, anneal for a model that ends"
         " ternary. ternary is -1, 0 and 1; int8 is all digits that the rule stores, in the same"
@@ -250,14 +243,14 @@ class ModelConfig:
     )
     """Digits of the weights; a checkpoint from the middle of a run with `fade` has one of
     `FADED`."""
-    votes_fixes: tuple[str, ...] = setting(
+    votes_fixes: tuple[str, ...] = settings.setting(
         (),
         f"Only with `rule=votes`: its changes, separated by commas: {', '.join(VOTES_FIXES)}.",
         choices=VOTES_FIXES,
         default="none",
         metavar="FIXES",
     )
-    direction: str | None = setting(
+    direction: str | None = settings.setting(
         "orthogonal",
         "Direction of a step: muon for the lowest loss, adafactor for the fastest step. muon"
         " orthogonalises the gradient, adafactor scales it by factored second moments, sign"
@@ -272,7 +265,7 @@ class ModelConfig:
         default="depends on preset and rule, mostly muon",
         common=True,
     )
-    weights: str = setting(
+    weights: str = settings.setting(
         "ternary",
         "Baselines to compare with: float, or ste (float weights that are rounded to ternary in"
         " the forward pass).",
@@ -282,7 +275,7 @@ class ModelConfig:
             "ste": {"weights": "ste", "digits": "trit"},
         },
     )
-    objective: str = setting(
+    objective: str = settings.setting(
         "next",
         "Training objective: next predicts the next byte, masked predicts masked bytes from"
         " both sides, and fill predicts the next byte of a text, or of a hole that comes after"
@@ -308,11 +301,11 @@ class ModelConfig:
         Raises:
             ArbError: a value is invalid.
         """
-        check_fields(self)
+        settings.check_fields(self)
         _check_kinds(self, ahead=AHEAD, composite=COMPOSITE)
         self._check_storage()
         for part in self.beside:
-            check_choice("beside", part.kind, BESIDE)
+            settings.check_choice("beside", part.kind, BESIDE)
             if sum(other.kind == part.kind for other in self.beside) > 1:
                 raise ArbError(
                     f"`beside` has several parts of the kind `{part.kind}`",
@@ -345,7 +338,7 @@ class ModelConfig:
             self._check_norm_eps()
         if self.vocabulary != VOCABULARY:
             self._check_tokens()
-        check_choice("objective", self.objective, OBJECTIVES)
+        settings.check_choice("objective", self.objective, OBJECTIVES)
         if self.objective in CHECKS_OF_OBJECTIVES:
             imported(CHECKS_OF_OBJECTIVES[self.objective])(self)
         for part in self.chunkings:
@@ -397,7 +390,7 @@ class ModelConfig:
         for field in ("embedding_direction", "head_direction"):
             if (direction := getattr(self, field)) is None:
                 continue
-            check_choice(field, direction, DIRECTIONS)
+            settings.check_choice(field, direction, DIRECTIONS)
             if self.weights != "ternary" or DIRECTION[self.rule] is None:
                 what = "a float baseline" if self.weights != "ternary" else "the rule `votes`"
                 raise ArbError(f"{what} takes no direction", hint=f"leave `{field}` out")
@@ -412,7 +405,7 @@ class ModelConfig:
 
     def _check_fixes(self) -> None:
         for name in self.votes_fixes:
-            check_choice("votes_fixes", name, VOTES_FIXES)
+            settings.check_choice("votes_fixes", name, VOTES_FIXES)
         if len({*self.votes_fixes}) < len(self.votes_fixes):
             raise setting_error("`votes_fixes` names a fix twice", "name it once")
         if self.votes_fixes and (self.rule != "votes" or self.weights != "ternary"):

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,8 @@ FLOAT_LR = {
     ("ste", "muon"): 3e-3,
 }
 """Default `lr` of float baselines, by weights and optimizer."""
+of_text, of_learning, of_run = (partial(setting, group=g) for g in (TEXT, OPTIMISATION, RUN))
+"""Declare a field under one of the headings of options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,236 +93,205 @@ class TrainConfig:
     """Complete configuration of a run, as saved in `config.json`."""
 
     model: ModelConfig
-    data: tuple[str, ...] = setting(
+    data: tuple[str, ...] = of_text(
         (),
         "Training text: a file, folder or glob, - for stdin, or hf:NAME:SPLIT for a dataset of"
         " the hub. Repeat it for several, all with weights as in a.txt:0.7 or none. Compressed,"
         " Parquet, Arrow and tar files are unpacked.",
-        TEXT,
         default="Python's standard library",
         metavar="PATH",
         common=True,
     )
-    val: tuple[str, ...] = setting(
+    val: tuple[str, ...] = of_text(
         (),
         "Held-out text.",
-        TEXT,
         default="the last tenth of one file, or a tenth of the files",
         metavar="PATH",
         common=True,
     )
-    field: str | None = setting(
+    field: str | None = of_text(
         None,
         "Field of records, such as .jsonl or .parquet files, that holds the text; for chats"
         " messages, or the names of two fields as QUESTION+ANSWER.",
-        TEXT,
         metavar="FIELD",
         common=True,
     )
-    data_format: str | None = setting(
+    data_format: str | None = of_text(
         None,
         "Format of .bin files: text as bytes, or tokens of the tokenizer as integers of 16 or"
         " 32 bits.",
-        TEXT,
         choices=tuple(TOKEN_BYTES),
         default="that of llm.c's header",
     )
-    sound: str | None = setting(
+    sound: str | None = of_text(
         None,
         "Format of sounds: mulaw, one byte per sample, or pcm16, two.",
-        TEXT,
         choices=SOUND_FORMS,
         default="mulaw, and sounds in folders are left out",
     )
-    picture: str | None = setting(
+    picture: str | None = of_text(
         None,
         "Format of pictures: rgb or grey, optionally with a size, as in rgb:64x48.",
-        TEXT,
         metavar="FORM",
         default="rgb, and pictures in folders are left out",
     )
-    tokenizer: str | None = setting(
+    tokenizer: str | None = of_text(
         None,
         "A tokenizer.json. The model then reads its tokens instead of bytes.",
-        TEXT,
         metavar="FILE",
         common=True,
     )
-    steps: int = setting(400, "Training steps.", OPTIMISATION, minimum=1, common=True)
-    batch: int = setting(16, "Windows in a batch.", OPTIMISATION, minimum=1, common=True)
-    accum: int = setting(
-        1, "Gradient accumulation: micro-batches of a step.", OPTIMISATION, minimum=1, common=True
+    steps: int = of_learning(400, "Training steps.", minimum=1, common=True)
+    batch: int = of_learning(16, "Windows in a batch.", minimum=1, common=True)
+    accum: int = of_learning(
+        1, "Gradient accumulation: micro-batches of a step.", minimum=1, common=True
     )
-    lr: float = setting(
-        1.0, "Learning rate.", OPTIMISATION, default="depends on the rule", common=True
+    lr: float = of_learning(1.0, "Learning rate.", default="depends on the rule", common=True)
+    warmup: int = of_learning(
+        100, "Steps of linear warm-up, at most half of the run.", minimum=0, common=True
     )
-    warmup: int = setting(
-        100,
-        "Steps of linear warm-up, at most half of the run.",
-        OPTIMISATION,
-        minimum=0,
-        common=True,
-    )
-    schedule: str = setting(
+    schedule: str = of_learning(
         "cosine",
         "Learning rate after the warm-up: cosine, linear or constant, or wsd, which is"
         " constant and falls in the last fifth.",
-        OPTIMISATION,
         choices=SCHEDULES,
         common=True,
     )
-    final_lr: float | None = setting(
-        None, "Learning rate at the end.", OPTIMISATION, minimum=0, default="lr / 20"
+    final_lr: float | None = of_learning(
+        None, "Learning rate at the end.", minimum=0, default="lr / 20"
     )
-    fade_from: float | None = setting(
+    fade_from: float | None = of_learning(
         None,
         "Share of the steps after which weights begin to anneal.",
-        OPTIMISATION,
         minimum=0,
         default="half of the steps before the end of the fade, so 0.4; 0 for a run that starts"
         " from weights of all digits",
     )
-    fade_to: float | None = setting(
+    fade_to: float | None = of_learning(
         None,
         "Share of the steps after which annealed weights are ternary.",
-        OPTIMISATION,
         minimum=0,
         default="half of the steps after the beginning of the fade, so 0.9; 0.1 for a run that"
         " starts from weights of all digits",
     )
-    dropout: float = setting(
+    dropout: float = of_learning(
         0.0,
         "Probability with which each output of a mixer or an MLP is dropped in training, for"
         " texts that are read several times.",
-        OPTIMISATION,
         minimum=0,
         metavar="P",
     )
-    attention_dropout: float = setting(
+    attention_dropout: float = of_learning(
         0.0,
         "Probability with which each attention weight is dropped in training.",
-        OPTIMISATION,
         minimum=0,
         metavar="P",
     )
-    embedding_dropout: float = setting(
+    embedding_dropout: float = of_learning(
         0.0,
         "Probability with which each number of the embedding's output is dropped in training.",
-        OPTIMISATION,
         minimum=0,
         metavar="P",
     )
-    weight_decay: float | None = setting(
+    weight_decay: float | None = of_learning(
         None,
         "Share by which weights shrink in a step, relative to the learning rate: as AdamW's.",
-        OPTIMISATION,
         minimum=0,
         default="0; 0.1 for the baselines float and ste",
     )
-    weight_average: int = setting(
+    weight_average: int = of_learning(
         0,
         "Evaluate, sample and export an average of the weights over about so many steps, in"
         " int8; 0 averages nothing.",
-        OPTIMISATION,
         minimum=0,
         decisive=False,
     )
-    seed: int = setting(0, "Random seed.", RUN, minimum=0, metavar="N", common=True, decisive=True)
-    save_every: int = setting(
+    seed: int = of_run(0, "Random seed.", minimum=0, metavar="N", common=True, decisive=True)
+    save_every: int = of_run(
         500,
         "Steps between checkpoints. One is also saved at the start and every 5 minutes.",
-        RUN,
         minimum=1,
         common=True,
     )
-    eval_every: int | None = setting(
+    eval_every: int | None = of_run(
         None,
         "Steps between evaluations; 0 is never.",
-        RUN,
         minimum=0,
         default=f"a quarter of the run, {EVAL_EVERY[0]} to {EVAL_EVERY[1]}",
         common=True,
     )
-    log_every: int | None = setting(
-        None, "Steps between records.", RUN, minimum=1, maximum=LONGEST_LOG, default="10"
+    log_every: int | None = of_run(
+        None, "Steps between records.", minimum=1, maximum=LONGEST_LOG, default="10"
     )
     """Steps between records; None is `arbcli.training.schedule.LOG_EVERY`."""
-    sample_every: int | None = setting(
-        None, "Steps between samples of text.", RUN, minimum=1, default="only at the end"
+    sample_every: int | None = of_run(
+        None, "Steps between samples of text.", minimum=1, default="only at the end"
     )
-    keep: int = setting(2, "Newest checkpoints to keep.", RUN, minimum=1)
-    keep_best: bool = setting(
-        False, "Also keep the checkpoint of the lowest held-out loss.", RUN, negatable=False
+    keep: int = of_run(2, "Newest checkpoints to keep.", minimum=1)
+    keep_best: bool = of_run(
+        False, "Also keep the checkpoint of the lowest held-out loss.", negatable=False
     )
-    patience: int | None = setting(
+    patience: int | None = of_run(
         None,
         "Stop after so many evaluations without a lower held-out loss, and keep the checkpoint"
         " of the lowest.",
-        RUN,
         minimum=1,
         default="all steps are done",
     )
-    optimizer: str = setting(
+    optimizer: str = of_learning(
         "rule",
         "For the baselines float and ste: adamw, their default, or muon.",
-        OPTIMISATION,
         choices=OPTIMIZERS["float"],
         also=OPTIMIZERS["ternary"],
         words={"adamw": {"optimizer": "adamw"}},
         default="adamw",
     )
     """Optimizer of float baselines; `rule` for ternary weights."""
-    teacher: str | None = setting(
+    teacher: str | None = of_learning(
         None,
         "Run or checkpoint to distil from: its predictions are learnt in addition to the text.",
-        OPTIMISATION,
         metavar="PATH",
         decisive=False,
     )
     scale_losses: tuple[str, ...] = ()
     """Parts of the loss that train the scales of an area of the model, as `area=loss` or
     `area=loss+loss`; scales of other areas are trained by the complete loss."""
-    recompute: bool = setting(
+    recompute: bool = of_learning(
         False,
         "Recompute activations in the backward pass, to save memory.",
-        OPTIMISATION,
         negatable=False,
         common=True,
         decisive=False,
     )
-    pack: bool = setting(
+    pack: bool = of_learning(
         False,
         "Keep the gates of MLPs in 12 bits per number for the backward pass, to save memory.",
-        OPTIMISATION,
         negatable=False,
     )
-    reduce_dtype: str | None = setting(
+    reduce_dtype: str | None = of_run(
         None,
         "Integer type in which gradients of micro-batches and processes are summed. none"
         " averages each as it is computed, in less memory.",
-        RUN,
         choices=(*REDUCE_DTYPES, "none"),
         default=f"int16, and int12 over {MOST_FINELY_SUMMED} batches; none for one process of up to"
         f" {MOST_IN_PLACE}",
     )
     """Integers of gradients in sums and in the all-reduce; None updates each matrix as soon as its
     gradient is computed, without accumulating gradients. `none` becomes None."""
-    compute: str = setting(
+    compute: str = of_learning(
         "bf16",
         "Activations: bf16 or fp32; or bf16 with matrix products in fp8, or in nvfp4, which is"
         " emulated.",
-        OPTIMISATION,
         choices=COMPUTES,
         default="bf16 where it is fast",
         common=True,
     )
-    device: str = setting(
-        "cpu", "Device.", RUN, metavar="cpu|cuda|mps", default="cuda if there is one", common=True
+    device: str = of_run(
+        "cpu", "Device.", metavar="cpu|cuda|mps", default="cuda if there is one", common=True
     )
-    backend: str = setting(
+    backend: str = of_run(
         "torch",
         "Implementation of the kernels.",
-        RUN,
         choices=BACKENDS,
         default="triton on a GPU, native on a CPU with a C compiler, else torch",
     )

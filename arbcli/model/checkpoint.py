@@ -43,16 +43,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.base import run_files
 from arbcli.base.atomic_files import WRITE_HINT, open_to_append, replace_file, write_file
 from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import READ_HINT
-from arbcli.base.run_files import (
-    best_checkpoints,
-    checkpoint_path,
-    checkpoints,
-    missing_checkpoint,
-    step_of,
-)
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import illegal_bytes
 
@@ -136,9 +130,11 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
     """
     if checkpoint.step < 0 or keep < 1:
         raise ValueError(f"cannot save step {checkpoint.step} and keep {keep}")
-    path = checkpoint_path(directory, checkpoint.step)
+    path = run_files.checkpoint_path(directory, checkpoint.step)
     write_checkpoint(path, checkpoint)
-    older = [old for old in checkpoints(directory) if step_of(old) < checkpoint.step]
+    older = [
+        old for old in run_files.checkpoints(directory) if run_files.step_of(old) < checkpoint.step
+    ]
     remove_files(older[keep - 1 :])
     return path
 
@@ -229,7 +225,7 @@ def latest_checkpoint(
         ArbError: all are damaged, or a possibly intact one cannot be read or is refused.
     """
     refusals: list[str] = []
-    for path in checkpoints(directory):
+    for path in run_files.checkpoints(directory):
         if refusals:
             note(f"{refusals[-1]}; using the one before it")
         try:
@@ -237,11 +233,11 @@ def latest_checkpoint(
         except DamagedError as error:
             refusals.append(str(error))
         else:
-            if checkpoint.step == step_of(path):
+            if checkpoint.step == run_files.step_of(path):
                 return checkpoint
             refusals.append(f"checkpoint `{path}`: refused: it belongs to step {checkpoint.step:,}")
     if not refusals:
-        raise missing_checkpoint(directory)
+        raise run_files.missing_checkpoint(directory)
     raise ArbError(
         f"no checkpoint in `{directory}` can be used: {'; '.join(refusals)}",
         hint="restore one from a copy, or start again in another directory",
@@ -297,7 +293,7 @@ def keep_best(path: Path) -> Path:
         ArbError: it cannot be linked; the previous one is intact.
     """
     best = link_best(path)
-    remove_files(other for other in best_checkpoints(path.parent) if other != best)
+    remove_files(other for other in run_files.best_checkpoints(path.parent) if other != best)
     return best
 
 
@@ -307,7 +303,7 @@ def link_best(path: Path) -> Path:
     Raises:
         ArbError: it cannot be linked.
     """
-    best = path.with_name(f"best-{step_of(path):06d}.safetensors")
+    best = path.with_name(f"best-{run_files.step_of(path):06d}.safetensors")
     with os_errors("write", best, WRITE_HINT):
         if not best.exists():
             try:

@@ -20,7 +20,7 @@ from arbcli.generation.load import Weights
 from arbcli.interop.gguf.block_types import BF16, F16, F32, BlockType, encode_numbers
 from arbcli.interop.gguf.container import Entry
 from arbcli.interop.gguf.export import END, byte_symbols
-from arbcli.interop.huggingface import dense
+from arbcli.interop.huggingface import config_json, dense
 from arbcli.interop.huggingface.card import model_card
 from arbcli.interop.huggingface.companions import (
     companions_of,
@@ -28,13 +28,6 @@ from arbcli.interop.huggingface.companions import (
     read_companion,
     tokenizer_of,
     write_companion,
-)
-from arbcli.interop.huggingface.config_json import (
-    BITNET,
-    QUANTIZATION,
-    divides_by_scale,
-    read_config,
-    rope_parameters,
 )
 from arbcli.interop.huggingface.folder import (
     PACKED,
@@ -101,7 +94,7 @@ def _fits_windows(shape: dense.Shape) -> bool:
     """Return whether an architecture has the windows of a model: all alike, and for Llama none."""
     windows = {min(window or shape.ctx, shape.ctx) for window in shape.windows}
     return windows == {shape.ctx} or (
-        len(windows) == 1 and shape.architecture.model_type not in ("llama", BITNET)
+        len(windows) == 1 and shape.architecture.model_type not in ("llama", config_json.BITNET)
     )
 
 
@@ -132,9 +125,11 @@ def _write_files(
         _keep_tokenizer(folder)
     written.pop("torch_dtype", None)  # the name of an earlier Transformers
     divides = False
-    if written["model_type"] == BITNET:
-        divides = divides_by_scale(written)
-        about[QUANTIZATION] = written[QUANTIZATION] | {"quantization_mode": "offline"}
+    if written["model_type"] == config_json.BITNET:
+        divides = config_json.divides_by_scale(written)
+        about[config_json.QUANTIZATION] = written[config_json.QUANTIZATION] | {
+            "quantization_mode": "offline"
+        }
     if kind is not None:
         write_file(folder / WEIGHTS, lambda file: _write_weights(file, weights, kind, divides))
         about["dtype"] = _DTYPES[kind.name]
@@ -243,13 +238,13 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
         "rms_norm_eps": shape.norm_eps,
-        "rope_parameters": rope_parameters(shape.rotary),
+        "rope_parameters": config_json.rope_parameters(shape.rotary),
         "rope_theta": shape.rotary.base,
         "tie_word_embeddings": shape.tied,
         "use_cache": True,
         "vocab_size": shape.vocabulary,
     }
-    if architecture.model_type not in ("llama", BITNET):
+    if architecture.model_type not in ("llama", config_json.BITNET):
         values["sliding_window"] = min(shape.windows[0] or config.ctx, config.ctx)
     if architecture.model_type in ("qwen2", "qwen3"):
         values |= {
@@ -258,8 +253,8 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
             "use_sliding_window": True,
         }
     if shape.bitnet:
-        about = {"quant_method": BITNET, "linear_class": "autobitlinear"}
-        values |= {"hidden_act": "relu2", QUANTIZATION: about}
+        about = {"quant_method": config_json.BITNET, "linear_class": "autobitlinear"}
+        values |= {"hidden_act": "relu2", config_json.QUANTIZATION: about}
     if architecture.model_type in ("llama", "qwen3"):
         values["attention_bias"] = shape.bias
     if shape.sub_norms:
@@ -286,7 +281,7 @@ class ModelFolder:
         self.keys: dict[str, Any] = read_json(path / CONFIG, {}, HINT)
         """Metadata of the model."""
         try:
-            config = read_config(self.keys, f"`{path / CONFIG}`")
+            config = config_json.read_config(self.keys, f"`{path / CONFIG}`")
             self._folder = WeightFolder(path)
             with torch.device("meta"):
                 model = LanguageModel(config)
