@@ -139,7 +139,8 @@ def test_every_refusal_has_a_hint_and_lists_the_settings_that_it_names():
         if ast.unparse(call.func) != "ArbError":
             continue
         given = {keyword.arg: keyword.value for keyword in call.keywords}
-        said = ast.unparse(call.args[0]) + ast.unparse(given["hint"])
+        message, hint = call.args
+        said = ast.unparse(message) + ast.unparse(hint)
         names = {*re.findall(r"`(\w+)(?:=\w+)?`", said)} & SETTINGS.keys()
         parts = [*walk(given.get("fields", ast.Tuple([])))]
         if not any(isinstance(part, ast.Name) for part in parts):

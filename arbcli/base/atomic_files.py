@@ -180,7 +180,7 @@ def _refuse_link(path: Path) -> None:
     if path.is_symlink():
         raise ArbError(
             f"`{path}` is a link, through which nothing is written",
-            hint="replace it by the file or folder that it names, or choose another directory",
+            "replace it by the file or folder that it names, or choose another directory",
         )
 
 

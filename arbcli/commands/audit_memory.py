@@ -103,9 +103,7 @@ def audit_memory(
     if run is not None:
         settings = _settings_of_run(run, settings)
     if not trains_ternary(settings.get("preset", "tiny"), settings.get("weights")):
-        raise ArbError(
-            "a float baseline has no integers to audit", hint="name a run of packed weights"
-        )
+        raise ArbError("a float baseline has no integers to audit", "name a run of packed weights")
     if ranks is not None:
         settings = {"accum": ranks, "processes": ranks} | settings
     opt.check_settings(settings)
@@ -148,7 +146,7 @@ def audit_memory(
         if snapshot is not None and config.device == "cpu":
             raise ArbError(
                 "`--snapshot` records the CUDA allocator, and this run is on the CPU",
-                hint="leave it out, or use `--device cuda`",
+                "leave it out, or use `--device cuda`",
             )
 
         with LiveLine() as line:
@@ -167,9 +165,7 @@ def audit_memory(
 def _settings_of_run(run: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a run, with changes of them."""
     if "preset" in changes:
-        raise ArbError(
-            f"`{run}` and `--preset` or `--model` both name a model", hint="give one of them"
-        )
+        raise ArbError(f"`{run}` and `--preset` or `--model` both name a model", "give one of them")
     checkpoint = opt.find_run(run)
     path = run_of(checkpoint) / CONFIG
     if not path.exists() and (model := opt.config_in_header(checkpoint)):  # imported
@@ -196,7 +192,7 @@ def _check_ranks(ranks: int, processes: int) -> None:
     if processes not in (1, ranks):
         raise ArbError(
             f"`--ranks` is {ranks}, and `torchrun` has started {processes} processes",
-            hint="start the command without `torchrun`",
+            "start the command without `torchrun`",
         )
 
 

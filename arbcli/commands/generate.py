@@ -262,7 +262,7 @@ def _check_model(
         if option in options and config.is_masked:
             raise ArbError(
                 f"`{option}` only applies to text that is generated from left to right",
-                hint=f"leave `{option}` out",
+                f"leave `{option}` out",
             )
     check_ahead(config, ahead or 1)
 

@@ -70,11 +70,9 @@ def import_model(
     further.
     """
     if not folder.is_dir():
-        raise ArbError(f"`{folder}` is not a folder", hint="name a folder with `config.json` in it")
+        raise ArbError(f"`{folder}` is not a folder", "name a folder with `config.json` in it")
     if budget is not None and budget < 2**20:
-        raise ArbError(
-            f"`--budget` is {budget:,} bytes", hint="add the unit, such as `--budget 24GiB`"
-        )
+        raise ArbError(f"`--budget` is {budget:,} bytes", "add the unit, such as `--budget 24GiB`")
     storage = spelled_out({"scale_type": scale_type, "direction": direction})
     storage |= {"attention_rule": attention_rule, "mlp_rule": mlp_rule}
     ignored = ignore_field or ()

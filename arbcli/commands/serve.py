@@ -55,14 +55,14 @@ def serve(
     if watch is None or run or checkpoint:
         checkpoint = opt.find_run(opt.one_path(run, checkpoint), loads=True)
     if watch is not None and not watch.is_dir():
-        raise ArbError(f"`--watch {watch}` is not a folder", hint="name a folder of runs")
+        raise ArbError(f"`--watch {watch}` is not a folder", "name a folder of runs")
     for package in PACKAGES:
         optional_module(package, "arb serve", package, "'arb[serve]'")
     config = checkpoint and opt.config_in_header(checkpoint)
     if config and config.is_masked:
         raise ArbError(
             "this model is masked and cannot generate text from left to right",
-            hint="fill holes: `arb generate RUN --infill TEXT`",
+            "fill holes: `arb generate RUN --infill TEXT`",
         )
     from arbcli.serve.server import is_loopback, listener
     from arbcli.serve.server import serve as run_server
@@ -70,7 +70,7 @@ def serve(
     if not is_loopback(host) and not api_key:
         raise ArbError(
             f"`--host {host}` can be reached from other machines",
-            hint="add `--api-key KEY`, or leave `--host` out",
+            "add `--api-key KEY`, or leave `--host` out",
         )
     sock = listener(host, port)
     from arbcli.serve.app import Limits, build_app

@@ -152,7 +152,7 @@ def train(
         if out is not None and resume != "auto":
             raise ArbError(
                 "`--out` names the folder of the runs for `--resume auto`, and a run was named",
-                hint="leave `--out` out: a run is continued where it is",
+                "leave `--out` out: a run is continued where it is",
             )
     else:
         settings = _merge_files(settings, config_file, init_from)
@@ -232,12 +232,12 @@ def _check_shares(accum: int, processes: int, device: str | None) -> None:
     if accum % processes and device is None and not may_have_gpu():
         raise ArbError(
             f"there is no GPU for `--gpus {processes}`",
-            hint=f"leave it out, or add `--device cpu --accum {processes}` for the CPU",
+            f"leave it out, or add `--device cpu --accum {processes}` for the CPU",
         )
     if accum % processes:
         raise ArbError(
             f"`--accum` is {accum}, which {processes} processes cannot share evenly",
-            hint=f"use a multiple of {processes}",
+            f"use a multiple of {processes}",
         )
 
 
@@ -341,7 +341,7 @@ def _choose_step(
     if recipe is None:
         raise ArbError(
             f"no window of {config.model.ctx:,} tokens fits into {budget / 2**30:.2f} GiB",
-            hint="use a smaller `--ctx`, `arb import --rule nibble`, or `--batch 1` to try it",
+            "use a smaller `--ctx`, `arb import --rule nibble`, or `--batch 1` to try it",
         )
     chosen = {name: getattr(recipe, name) for name in ("batch", "accum", "recompute")}
     chosen["reduce_dtype"], options = recipe.reduce_dtype, recipe.options
@@ -401,7 +401,7 @@ def _refuse_changes(settings: dict[str, Any]) -> None:
     if settings:
         raise ArbError(
             f"{opt.quoted_options(settings)} cannot be changed when resuming",
-            hint=f"leave {'it' if len(settings) == 1 else 'them'} out, or start a new run without"
+            f"leave {'it' if len(settings) == 1 else 'them'} out, or start a new run without"
             " `--resume`",
         )
 

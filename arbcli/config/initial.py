@@ -38,12 +38,11 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
         if name == "vocabulary":
             raise ArbError(
                 f"the run has {ours:,} symbols, and the saved model {theirs:,}",
-                hint="leave `--tokenizer` out: symbols are those of the saved model",
+                "leave `--tokenizer` out: symbols are those of the saved model",
             )
         raise ArbError(
             f"`{name}` is {ours}, and {theirs} in the saved model",
-            hint="build the run's configuration from the saved model, with"
-            " `preset=saved_config(...)`",
+            "build the run's configuration from the saved model, with `preset=saved_config(...)`",
             fields=(name,),
         )
     able = digits_after(saved.digits)

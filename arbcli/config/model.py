@@ -92,9 +92,7 @@ class BlockConfig:
         settings.check_fields(self)
         _check_kinds(self, mixer=MIXERS, channel=CHANNELS)
         if not self.parts:
-            raise ArbError(
-                "a block has neither mixer nor channel mixer", hint="leave the block out"
-            )
+            raise ArbError("a block has neither mixer nor channel mixer", "leave the block out")
 
     @property
     def parts(self) -> tuple[PartConfig, ...]:
@@ -164,17 +162,17 @@ class StageConfig:
         if self.chunking and (self.blocks or self.memories or self.router):
             raise ArbError(
                 "a stage with chunking has `blocks`, `memories` or a `router`",
-                hint="move them to the innermost stage; this one has `before` and `after`",
+                "move them to the innermost stage; this one has `before` and `after`",
             )
         if not self.chunking and (self.before or self.after):
             raise ArbError(
                 "a stage without chunking has blocks `before` or `after`",
-                hint="add `chunking`, or name the blocks `blocks`",
+                "add `chunking`, or name the blocks `blocks`",
             )
         if self.streams > 1 and (self.memories or self.router):
             raise ArbError(
                 "codebooks, iterated experts and the router read one residual stream",
-                hint="use `streams = 1` in their stage",
+                "use `streams = 1` in their stage",
                 fields=("streams",),
             )
         if self.memories and self.memories.place > len(self.blocks):
@@ -309,13 +307,13 @@ class ModelConfig:
             if sum(other.kind == part.kind for other in self.beside) > 1:
                 raise ArbError(
                     f"`beside` has several parts of the kind `{part.kind}`",
-                    hint="leave all but one of them out",
+                    "leave all but one of them out",
                     fields=("beside",),
                 )
         if not 1 <= len(self.stages) <= MOST_OUTER_STAGES + 1:
             raise ArbError(
                 f"a model has {len(self.stages)} stages",
-                hint=f"use 1 to {MOST_OUTER_STAGES + 1} of them",
+                f"use 1 to {MOST_OUTER_STAGES + 1} of them",
                 fields=("outer_dim",),
             )
         for index, stage in enumerate(self.stages):
@@ -324,12 +322,12 @@ class ModelConfig:
                 raise ArbError(
                     f"stage {index + 1} of {len(self.stages)} has"
                     f" {'chunking and nothing inside' if inner else 'no chunking'}",
-                    hint="give `chunking` to all stages but the last",
+                    "give `chunking` to all stages but the last",
                 )
         if self.outer and (self.main.memories or self.main.router):
             raise ArbError(
                 "codebooks, iterated experts and the router read bytes, and not chunks of them",
-                hint="leave them out, or use a single stage",
+                "leave them out, or use a single stage",
                 fields=("boundaries",),
             )
         for spec, part in self.specs_and_parts():
@@ -366,7 +364,7 @@ class ModelConfig:
         for name, why in reasons.items():
             raise ArbError(
                 f"the model cannot keep the documents of a window apart: {name}, {why}",
-                hint="train on plain text, or use blocks of `attention`",
+                "train on plain text, or use blocks of `attention`",
             )
 
     def _check_storage(self) -> None:
@@ -378,13 +376,13 @@ class ModelConfig:
             does = "does not fade to" if unable in WITH_DIGITS else "stores no digits below"
             raise ArbError(
                 f"{what} {does} the trit",
-                hint=f"leave `digits={self.digits}` out, or use one of: {', '.join(able)}",
+                f"leave `digits={self.digits}` out, or use one of: {', '.join(able)}",
                 fields=("digits",),
             )
         if self.direction is None and DIRECTION[self.rule] and self.weights == "ternary":
             raise ArbError(
                 f"the rule `{self.rule}` has no `direction`",
-                hint=f"choose one of: {', '.join(DIRECTIONS)}",
+                f"choose one of: {', '.join(DIRECTIONS)}",
                 fields=("direction",),
             )
         for field in ("embedding_direction", "head_direction"):
@@ -393,13 +391,13 @@ class ModelConfig:
             settings.check_choice(field, direction, DIRECTIONS)
             if self.weights != "ternary" or DIRECTION[self.rule] is None:
                 what = "a float baseline" if self.weights != "ternary" else "the rule `votes`"
-                raise ArbError(f"{what} takes no direction", hint=f"leave `{field}` out")
+                raise ArbError(f"{what} takes no direction", f"leave `{field}` out")
         if self.head_direction and (self.tied or self.composite):
-            raise ArbError("the model has no linear head", hint="leave `head_direction` out")
+            raise ArbError("the model has no linear head", "leave `head_direction` out")
         if len(rules) > 1 and "votes" in rules:
             raise ArbError(
                 "the rule `votes` has no learning rate, and cannot be combined with another rule",
-                hint=f"use it for the whole model, or choose among: {', '.join(WITH_DIGITS)}",
+                f"use it for the whole model, or choose among: {', '.join(WITH_DIGITS)}",
             )
         self._check_fixes()
 
@@ -411,7 +409,7 @@ class ModelConfig:
         if self.votes_fixes and (self.rule != "votes" or self.weights != "ternary"):
             raise ArbError(
                 "`votes_fixes` only applies to the rule `votes`",
-                hint="leave it out, or use `rule=votes`",
+                "leave it out, or use `rule=votes`",
                 fields=("votes_fixes", "rule"),
             )
 
@@ -431,7 +429,7 @@ class ModelConfig:
         if not gained or unit or any(subs):
             raise ArbError(
                 f"`norm_eps` is {self.norm_eps}, and a norm without gains has {NORM_EPS}",
-                hint="use `norm_gain`, attention and MLPs without `sub_norm`, and `query_key_norm`"
+                "use `norm_gain`, attention and MLPs without `sub_norm`, and `query_key_norm`"
                 " of `gain` or `none`",
                 fields=("norm_eps",),
             )
@@ -446,7 +444,7 @@ class ModelConfig:
         if readers := self.byte_readers:
             raise ArbError(
                 f"{readers[0]} reads bytes, and the model has {self.vocabulary:,} symbols",
-                hint=f"leave it out, or the tokenizer: bytes are {VOCABULARY} symbols",
+                f"leave it out, or the tokenizer: bytes are {VOCABULARY} symbols",
                 fields=("vocabulary",),
             )
 

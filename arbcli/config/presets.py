@@ -65,7 +65,7 @@ def check_preset(name: str) -> None:
         ArbError: there is no such preset.
     """
     if name not in PRESETS:
-        raise ArbError(f"no preset is named `{name}`", hint=f"choose one of: {quoted(PRESETS)}")
+        raise ArbError(f"no preset is named `{name}`", f"choose one of: {quoted(PRESETS)}")
 
 
 def preset(name: str, **overrides: object) -> ModelConfig:
@@ -98,7 +98,7 @@ def preset(name: str, **overrides: object) -> ModelConfig:
         having = " or ".join(f"`{known}`" for known in able)
         raise ArbError(
             f"the preset `{name}` has no such part: {quoted(others)}",
-            hint=f"use it with {having}" if having else None,
+            f"use it with {having}" if having else None,
             fields=tuple(others),
         )
     own_rule = values.get("rule", known["rule"].default)
@@ -142,7 +142,7 @@ def change_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
     if others := [key for key in changes if key not in ("ctx", *short_forms.STORAGE)]:
         raise ArbError(
             f"{quoted(others)} only applies to a preset",
-            hint="leave it out, or change the model itself",
+            "leave it out, or change the model itself",
             fields=tuple(others),
         )
     _set_direction(changes, config.rule, config.direction)
@@ -185,7 +185,7 @@ def _set_direction(changes: dict[str, Any], own_rule: str, own_direction: str | 
     if direction is None and "direction" in changes:
         raise ArbError(
             f"the rule `{rule_name}` takes no direction",
-            hint="leave `direction` out",
+            "leave `direction` out",
             fields=("direction",),
         )
     changes.setdefault("direction", own_direction if rule_name == own_rule else direction)

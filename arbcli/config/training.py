@@ -316,24 +316,23 @@ class TrainConfig:
         if self.reduce_dtype is not None and self.accum > MOST_PARTS[self.reduce_dtype]:
             raise ArbError(
                 f"sums of {self.accum:,} parts of {self.reduce_dtype} could wrap",
-                hint=f"use `accum` of up to {MOST_PARTS[self.reduce_dtype]:,}, or narrower"
-                " integers",
+                f"use `accum` of up to {MOST_PARTS[self.reduce_dtype]:,}, or narrower integers",
                 fields=("accum", "reduce_dtype"),
             )
         for problem, name in self.bars_to_packing() if self.pack else ():
-            raise ArbError(problem, hint="leave `pack=True` out", fields=("pack", name))
+            raise ArbError(problem, "leave `pack=True` out", fields=("pack", name))
         for name, chosen in (("keep_best=True", self.keep_best), ("patience", self.patience)):
             field = name.partition("=")[0]
             if chosen and self.eval_interval == 0:
                 raise ArbError(
                     "a run that is never evaluated has no best checkpoint",
-                    hint=f"leave `{name}` out, or use `eval_every` of 1 or more",
+                    f"leave `{name}` out, or use `eval_every` of 1 or more",
                     fields=(field, "eval_every"),
                 )
             if chosen and self.model.digits == "fade":
                 raise ArbError(
                     "the best checkpoint would be from before the weights are ternary",
-                    hint=f"leave `{name}` out, or use `digits=all` or `digits=trit`",
+                    f"leave `{name}` out, or use `digits=all` or `digits=trit`",
                     fields=(field, "digits"),
                 )
         if self.model.digits in FADED:
@@ -352,7 +351,7 @@ class TrainConfig:
         if ends and self.model.digits != "fade":
             raise ArbError(
                 f"`{ends[0]}` only applies to weights that fade",
-                hint=f"leave `{ends[0]}` out, or use `digits=fade`",
+                f"leave `{ends[0]}` out, or use `digits=fade`",
                 fields=(*ends, "digits"),
             )
         begin, end = self.fades
@@ -393,7 +392,7 @@ class TrainConfig:
             if getattr(self, name) == value if value else getattr(self, name):
                 raise ArbError(
                     f"{has_no} {what}",
-                    hint=f"leave `{refused}` out, or choose other `{cause}`",
+                    f"leave `{refused}` out, or choose other `{cause}`",
                     fields=(name, cause),
                 )
 
@@ -407,7 +406,7 @@ class TrainConfig:
             problem = f"attention weights of the mixer `{unable}` cannot be dropped"
         elif any(drops.values()):
             return
-        raise ArbError(problem, hint="leave `attention_dropout` out", fields=("attention_dropout",))
+        raise ArbError(problem, "leave `attention_dropout` out", fields=("attention_dropout",))
 
     @property
     def drops(self) -> bool:
@@ -459,7 +458,7 @@ class TrainConfig:
             if not area or not losses:
                 raise ArbError(
                     f"`scale_losses` has `{entry}`",
-                    hint="write an area and its losses, as in `moe_graph=text+ponder`",
+                    "write an area and its losses, as in `moe_graph=text+ponder`",
                     fields=("scale_losses",),
                 )
             for loss in losses.split("+"):
@@ -472,7 +471,7 @@ class TrainConfig:
         if conflicts := [name for name, is_so in barred.items() if is_so]:
             raise ArbError(
                 f"`scale_losses` does not combine with {conflicts[0]}",
-                hint="leave one of them out",
+                "leave one of them out",
                 fields=("scale_losses",),
             )
 
@@ -587,7 +586,7 @@ def spelled_out(values: dict[str, Any]) -> dict[str, Any]:
             if source != spelling and settings[field] != of_field:
                 raise ArbError(
                     f"`{source}={values[source]}` and `{spelling}={value}` contradict each other",
-                    hint="give one of them",
+                    "give one of them",
                 )
             settings[field] = of_field
     return settings
@@ -649,7 +648,7 @@ def train_config(
     if ternary and "optimizer" in settings:
         raise ArbError(
             f"`optimizer={settings['optimizer']}` only works with float weights",
-            hint="use `muon`, `adafactor` or `sign`, or `weights=float`",
+            "use `muon`, `adafactor` or `sign`, or `weights=float`",
             fields=("optimizer", "weights"),
         )
     stepped = [name for name in ("rule", *PART_RULES, "direction") if shape.get(name) is not None]
@@ -657,7 +656,7 @@ def train_config(
         raise ArbError(
             f"float weights are trained by AdamW or Muon, so {quoted(stepped)} cannot be given with"
             " them",
-            hint="use `adamw` or `muon` and no rule, or `weights=ternary`",
+            "use `adamw` or `muon` and no rule, or `weights=ternary`",
             fields=(*stepped, "weights"),
         )
     optimizer = settings.pop("optimizer", "rule" if ternary else "adamw")
@@ -665,7 +664,7 @@ def train_config(
     if ternary and "votes" in model.rules and settings.get("lr", rate) != rate:
         raise ArbError(
             "the rule `votes` has no learning rate",
-            hint="leave `lr` out, or use `rule=moment`",
+            "leave `lr` out, or use `rule=moment`",
             fields=("lr", "rule"),
         )
     settings.setdefault("lr", rate)
@@ -715,7 +714,7 @@ def train_config_from(facts: dict[str, Any]) -> TrainConfig:
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ArbError(
             f"the run's configuration does not fit this version of arb: {error}",
-            hint="use the version that `config.json` names",
+            "use the version that `config.json` names",
         ) from None
 
 

@@ -89,7 +89,7 @@ def open_texts(
             raise ArbError(
                 f"a context of {context:,} needs a {role} text of {context + 1:,} bytes or more,"
                 f" and this one has {shortest:,}",
-                hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
+                "choose a smaller `--ctx`, or name more text with `--data` and `--val`",
             )
     num_files = sum(len(files) for files, _ in parts)
     return Texts(train, held_out, _describe(name, num_files, left_out), kind_of_split)
@@ -165,7 +165,7 @@ def _part(file: Path, conversion: Conversion) -> _Part:
     """Return the whole of a file's plain bytes, or of a shard's tokens."""
     if may_be_shard(file, conversion.data_format):
         if conversion.whole:
-            raise ArbError(f"`{file}` has no records", hint="leave `--field` out")
+            raise ArbError(f"`{file}` has no records", "leave `--field` out")
         layout = imported("arbcli.data.shards:shard_layout")(file, conversion.data_format)
         return _Part(file, layout[0], file_bytes(file), layout[1])
     plain = plain_file(file, conversion)
@@ -183,7 +183,7 @@ def _joined(parts: Sequence[_Part]) -> Text:
         first, second = [*widths.values()][:2]
         raise ArbError(
             f"`{first}` and `{second}` are of different formats, and cannot be one text",
-            hint="give each of them a weight, as in `--data a.bin:0.7 --data b.txt:0.3`",
+            "give each of them a weight, as in `--data a.bin:0.7 --data b.txt:0.3`",
         )
     return Text.from_parts([part[:3] for part in parts], *widths)
 

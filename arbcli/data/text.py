@@ -208,7 +208,7 @@ class Text:
         if is_shorter:
             raise ArbError(
                 f"`{path}` has become shorter since the text was opened",
-                hint="restore it, and leave the text alone while it is in use",
+                "restore it, and leave the text alone while it is in use",
             )
         return mapped
 
@@ -267,7 +267,7 @@ def check_is_bytes(token_bytes: int) -> None:
     if token_bytes > 1:
         raise ArbError(
             "the text is of shards of tokens, and the model reads bytes",
-            hint="name the tokenizer that made them: `--tokenizer tokenizer.json`",
+            "name the tokenizer that made them: `--tokenizer tokenizer.json`",
         )
 
 

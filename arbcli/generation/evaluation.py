@@ -317,7 +317,7 @@ def evaluate(
     elif text.source is text:
         text = tokenised(text, model.tokenizer)
     if documents is None and len(text) < 2:
-        raise ArbError("a text of one byte has nothing to predict", hint="name a longer text")
+        raise ArbError("a text of one byte has nothing to predict", "name a longer text")
     started, symbol_bytes = time.perf_counter(), text.symbol_bytes
     predicted = (len(text) - 1) * symbol_bytes if documents is None else documents.learnt_bytes
     media: MediaLosses | None = None

@@ -232,7 +232,7 @@ def saved_config(checkpoint: Checkpoint) -> ModelConfig:
     except TypeError as error:
         raise ArbError(
             f"the model is of another version of arb: {error}",
-            hint="load it with the version that wrote it",
+            "load it with the version that wrote it",
         ) from None
 
 
@@ -252,7 +252,7 @@ def check_saved(checkpoint: Checkpoint) -> None:
     if blocks > len(tensors):  # to build them takes 5 ms each
         raise ArbError(
             f"it has {len(tensors)} tensors, and its configuration {blocks} blocks",
-            hint="the file was modified: use another one",
+            "the file was modified: use another one",
         )
     check_layout(tensors, empty_model(checkpoint).state_dict())
     size = sum(tensor.nbytes for tensor in tensors.values())

@@ -35,7 +35,7 @@ def require_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         raise ArbError(
             "`--plot` needs matplotlib",
-            hint="install it with `pip install 'arb[plot]'`, or leave `--plot` out",
+            "install it with `pip install 'arb[plot]'`, or leave `--plot` out",
         )
 
 
@@ -48,7 +48,7 @@ def plot_training(run: Path, png: Path) -> None:
     facts = read_json(run / CONFIG, {"text": dict, "text.entropy": float})
     records = read_records(run)
     if not records:
-        raise ArbError(f"`{run}` has no records", hint="give the directory of a run")
+        raise ArbError(f"`{run}` has no records", "give the directory of a run")
     figure, (axes,) = _figure(1)
     evaluated = [record for record in records if record.get("val_loss") is not None]
     axes.plot(*_points(records, "loss"), color=BLUE, linewidth=1.2, label="training")

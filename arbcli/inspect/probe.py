@@ -158,11 +158,11 @@ def examine(
     if config.model.is_masked:
         raise ArbError(
             "a probe reads bytes from left to right, and the model predicts hidden ones",
-            hint="follow a masked run by the losses that `arb train` logs",
+            "follow a masked run by the losses that `arb train` logs",
         )
     if trainer.texts.val.packs:
         raise ArbError(
-            "a probe reads plain text, and these are documents", hint="name a text with `--data`"
+            "a probe reads plain text, and these are documents", "name a text with `--data`"
         )
     ids, targets, *_ = held_out_batch(trainer.texts.val, 0, windows, context, device)
     held_out = ids, targets

@@ -221,7 +221,7 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
         ArbError: it is nothing that arb writes, or it is damaged.
     """
     if not path.exists():
-        raise ArbError(f"there is no `{path}`", hint="name a run, a checkpoint or an export")
+        raise ArbError(f"there is no `{path}`", "name a run, a checkpoint or an export")
     if path.is_dir() and any((path / name).exists() for name in (WEIGHTS, INDEX)):
         return _open_plain(path, "hf", ModelFolder(path))
     saved = partial(read_saved, path, note)

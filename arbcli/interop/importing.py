@@ -101,13 +101,13 @@ def import_folder(
     """
     started = time.perf_counter()
     if checkpoints(run) or (run / CONFIG).exists():
-        raise ArbError(f"`{run}` already contains a run", hint="choose another `--out`")
+        raise ArbError(f"`{run}` already contains a run", "choose another `--out`")
     config = read_folder_config(source, ignored, **storage, digits="all")
     values = read_json(source / CONFIG)
     if known_shape(config).sub_norms:
         raise ArbError(
             f"`{source}` is an export of a model with sub-norms",
-            hint="load the checkpoint that it was exported from",
+            "load the checkpoint that it was exported from",
         )
     if (source / TOKENIZER).exists():
         _check_tokens(source / TOKENIZER, config.vocabulary)
@@ -180,11 +180,11 @@ def _check_tokens(path: Path, vocabulary: int) -> None:
         last = max([*(words.values() if isinstance(words, dict) else [len(words) - 1]), *added])
         is_larger = last >= vocabulary
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ArbError(f"`{path}` is not a tokenizer", hint=ALTERED) from None
+        raise ArbError(f"`{path}` is not a tokenizer", ALTERED) from None
     if is_larger:
         raise ArbError(
             f"`{path}` has tokens up to {last:,}, and the model has rows for {vocabulary:,}",
-            hint="remove the token that was added without a row, or resize the embedding",
+            "remove the token that was added without a row, or resize the embedding",
         )
     if find_spec("tokenizers"):  # importing needs it for no more than this check
         imported("arbcli.data.tokens:Tokenizer").read(path)
@@ -217,7 +217,7 @@ def _round(
         if not weight.isfinite().all():
             raise ArbError(
                 f"`{folder.path}`: `{part.hugging_face}` has a weight that is not finite",
-                hint="get the model again: it is damaged, or its training failed",
+                "get the model again: it is damaged, or its training failed",
             )
         rows = slice(part.rows.start + chunk.start, part.rows.start + chunk.stop)
         if tensor.reads_digits or isinstance(tensor, VectorWeight):

@@ -42,7 +42,7 @@ class Cache:
         if model.config.is_masked:
             raise ArbError(
                 "this model is masked and cannot generate text from left to right",
-                hint="fill holes: `arb generate RUN --infill TEXT`",
+                "fill holes: `arb generate RUN --infill TEXT`",
             )
         device, slots = device or model.device, model.config.slots
         self.positions = positions

@@ -201,7 +201,7 @@ def load_checkpoint(path: Path, accept: Accept = _accept_any) -> Checkpoint:
     with os_errors("read", path, READ_HINT):
         try:
             if not stat.S_ISREG(path.stat().st_mode):
-                raise ArbError("it is not a regular file", hint=READ_HINT)
+                raise ArbError("it is not a regular file", READ_HINT)
             with path.open("rb") as file:
                 return _read_checkpoint(file, accept)
         except ArbError as error:
@@ -240,7 +240,7 @@ def latest_checkpoint(
         raise run_files.missing_checkpoint(directory)
     raise ArbError(
         f"no checkpoint in `{directory}` can be used: {'; '.join(refusals)}",
-        hint="restore one from a copy, or start again in another directory",
+        "restore one from a copy, or start again in another directory",
     )
 
 
@@ -343,7 +343,7 @@ def check_trainable(checkpoint: Checkpoint) -> None:
     if is_export(checkpoint):
         raise ArbError(
             "the file is an export without training state",
-            hint="name a checkpoint of the run that it was exported from",
+            "name a checkpoint of the run that it was exported from",
         )
 
 
@@ -365,7 +365,7 @@ def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         if stored != built:
             raise ArbError(
                 f"`{name}` is {stored} in the checkpoint and {built} in the model",
-                hint="the checkpoint has another preset, rule or scale type: use those of its run",
+                "the checkpoint has another preset, rule or scale type: use those of its run",
             )
 
 
@@ -390,7 +390,7 @@ def run_lock(directory: Path) -> Iterator[None]:
             except BlockingIOError:
                 raise ArbError(
                     f"the run directory `{directory}` is in use by another process",
-                    hint="wait for it to end, or use another directory",
+                    "wait for it to end, or use another directory",
                 ) from None
         yield
 
@@ -540,7 +540,7 @@ def _read_metadata(entry: Any) -> dict[str, Any]:
     version = metadata.get("format")
     newer = type(version) is int and version > FORMAT
     if newer:
-        raise ArbError("it was written by a newer arb", hint="upgrade arb")
+        raise ArbError("it was written by a newer arb", "upgrade arb")
     types = {field: type(value) for field, value in metadata.items()}
     _require(types == FIELDS, "its metadata does not have the fields of ours")
     _require(_seal(metadata) == metadata, "its metadata was altered")

@@ -123,16 +123,16 @@ class PackedModel(nn.Module):
         if kv == "bf16" and self.compute_dtype != torch.bfloat16:
             raise ArbError(
                 "`--kv bf16` needs activations in bf16, and they are float32",
-                hint="leave `--kv` out, or add `--compute bf16`",
+                "leave `--kv` out, or add `--compute bf16`",
             )
         chosen, previous = CacheFormat.named(kv), self.cache_format
         attentions = [part for part in self.modules() if isinstance(part, CachedAttention)]
         if chosen.stored and not attentions:
-            raise ArbError("this model has no keys and values", hint="leave `--kv` out")
+            raise ArbError("this model has no keys and values", "leave `--kv` out")
         if chosen.queries and not all(part.rounds_queries for part in attentions):
             raise ArbError(
                 "queries of latent attention cannot be stored in eight bits",
-                hint=f"use `--kv {chosen._replace(queries=False).name('')}`",
+                f"use `--kv {chosen._replace(queries=False).name('')}`",
             )
         parts: list[PackedModel | CachedAttention] = [self, *attentions]
         for part in parts:

@@ -685,7 +685,7 @@ class Updater:
             names = quoted(counters)
             raise ArbError(
                 f"the checkpoint has different counters: {names or 'none'}",
-                hint="it is of another version of arb, or was modified: use another one",
+                "it is of another version of arb, or was modified: use another one",
             )
         self._nonfinite_steps.fill_(counters["nonfinite_steps"])
         self._refused.zero_()

@@ -42,7 +42,7 @@ def linear_cross_entropy(
     if not symbols.is_cuda and ((symbols < 0) | (symbols >= packed.out_features))[mask].any():
         raise ArbError(
             f"a target is outside of 0..{packed.out_features - 1}",
-            hint="targets without a loss are `ignore_index`",
+            "targets without a loss are `ignore_index`",
         )
     losses = packed.losses(rows, symbols.where(mask, 0))
     return (losses * mask).sum() / mask.sum()
@@ -80,7 +80,7 @@ class CapturedStep:
         if len(micro_batches) != accumulation:
             raise ArbError(
                 f"a step has {accumulation} micro-batches, and {len(micro_batches)} were passed",
-                hint="pass as many as the optimizer's `accumulation`",
+                "pass as many as the optimizer's `accumulation`",
             )
         uses_gpu = micro_batches[0][0].is_cuda
         self._steps += 1

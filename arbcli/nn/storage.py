@@ -59,7 +59,7 @@ class Storage:
         ):
             if value not in known:
                 raise ArbError(
-                    f"`{name}={value!r}` is not supported", hint=f"choose one of: {quoted(known)}"
+                    f"`{name}={value!r}` is not supported", f"choose one of: {quoted(known)}"
                 )
 
     def layer_spec(self, dim: int) -> LayerSpec:

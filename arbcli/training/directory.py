@@ -74,7 +74,7 @@ def make_directory(run: Path) -> Path:
         try:
             run.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise ArbError(f"`{run}` is a file", hint=OTHER_OUT) from None
+            raise ArbError(f"`{run}` is a file", OTHER_OUT) from None
     return run
 
 
@@ -244,7 +244,7 @@ def held_out_text(run: Path) -> tuple[Text, str]:
         ArbError: the text is missing or has changed.
     """
     if not (run / CONFIG).exists():
-        raise ArbError(f"`{run}` has no held-out text", hint="name a text with `--data`")
+        raise ArbError(f"`{run}` has no held-out text", "name a text with `--data`")
     facts = read_facts(run)
     texts = open_texts_again(facts, run_config(run, facts))
     check_same_text(run, facts, text_digest(texts), "name another with `--data`")
@@ -265,8 +265,7 @@ def check_same_text(run: Path, facts: dict[str, Any], digest: str, otherwise: st
     """
     if facts["text"]["digest"] != digest:
         raise ArbError(
-            f"the text is not the one that `{run}` was trained on",
-            hint=f"restore it, or {otherwise}",
+            f"the text is not the one that `{run}` was trained on", f"restore it, or {otherwise}"
         )
 
 

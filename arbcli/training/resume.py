@@ -99,8 +99,7 @@ def resume_run(
     config = dataclasses.replace(config, device=str(place), backend=backend)
     if config.model.weights != "ternary":
         raise ArbError(
-            "float baselines have no checkpoints to resume from",
-            hint="start a new run with `--out`",
+            "float baselines have no checkpoints to resume from", "start a new run with `--out`"
         )
     note_emulation(config, observer)
     threads = facts.get("threads", now := torch.get_num_threads())
@@ -211,8 +210,7 @@ def check_steps(run: Path, done: int, steps: int) -> None:
     """
     if steps <= done:
         raise ArbError(
-            f"the run has done {done:,} steps",
-            hint=f"use a larger `--steps`, or only `--resume {run}`",
+            f"the run has done {done:,} steps", f"use a larger `--steps`, or only `--resume {run}`"
         )
 
 
@@ -226,7 +224,7 @@ def check_patience(run: Path, config: TrainConfig, losses: Iterable[tuple[int, f
         raise ArbError(
             f"the run has ended, as its held-out loss has not fallen in {config.patience}"
             " evaluations (`--patience`)",
-            hint="name an earlier checkpoint to go back to, or start a new run from the weights:"
+            "name an earlier checkpoint to go back to, or start a new run from the weights:"
             f" `--init-from {run}`",
         )
 
@@ -275,9 +273,7 @@ def check_same_run(
     began = facts.get("digests", {})  # missing in runs of earlier versions
     now = directory.field_digests(config, facts["config"].get("model"))
     if changed := [name for name in now if name in began and began[name] != now[name]]:
-        raise ArbError(
-            f"`{run / CONFIG}` was changed since the run began: {quoted(changed)}", hint=hint
-        )
+        raise ArbError(f"`{run / CONFIG}` was changed since the run began: {quoted(changed)}", hint)
     made_with = _all_fields(checkpoint.config)
     made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
     expected = json.loads(json.dumps(asdict(config.model)))
@@ -313,7 +309,7 @@ def check_same_run(
         raise ArbError(
             f"the checkpoint of step {checkpoint.step} does not belong to `{run / CONFIG}`:"
             f" {', '.join(differing[:MOST_NAMED])}{more}",
-            hint=hint,
+            hint,
         )
 
 
@@ -357,7 +353,7 @@ def initial_again(facts: dict[str, Any]) -> "SavedModel | None":
     if saved.checkpoint.digest != facts.get("init_digest"):
         raise ArbError(
             f"`{saved.path}` does not have the weights that the run began with",
-            hint="restore it, or start a new run with another `--out`",
+            "restore it, or start a new run with another `--out`",
         )
     return saved
 

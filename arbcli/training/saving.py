@@ -138,7 +138,7 @@ class Saver:
         if not self._trainer.group.broadcast_object(same):
             raise ArbError(
                 "the text was changed while the run read it",
-                hint=f"restore it, and continue with `--resume {self.run}`",
+                f"restore it, and continue with `--resume {self.run}`",
             )
 
 

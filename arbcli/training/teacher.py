@@ -41,7 +41,7 @@ def read_teacher(
         raise ArbError(
             f"the teacher `{saved.path}` predicts {symbols:,} symbols, and the model has"
             f" {config.model.vocabulary:,}",
-            hint="choose a teacher with the tokenizer of the model",
+            "choose a teacher with the tokenizer of the model",
             fields=("teacher",),
         )
     if config.tokenizer is not None:
@@ -60,7 +60,7 @@ def teacher_again(facts: dict[str, Any], config: TrainConfig) -> SavedModel | No
     if teacher is not None and teacher.checkpoint.digest != facts.get("teacher_digest"):
         raise ArbError(
             f"`{teacher.path}` is not the teacher that the run began with",
-            hint="restore it, or start a new run with `--out`",
+            "restore it, or start a new run with `--out`",
         )
     return teacher
 

@@ -89,7 +89,7 @@ def check_areas(config: TrainConfig, model: LanguageModel) -> None:
             names = quoted(known)
             raise ArbError(
                 f"`scale_losses` names `{area}`, which is not an area of the model",
-                hint=f"choose among: {names}",
+                f"choose among: {names}",
                 fields=("scale_losses",),
             )
 

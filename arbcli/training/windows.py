@@ -46,7 +46,7 @@ def first_windows(config: TrainConfig, texts: Texts, number: int) -> Iterator[Wi
     if config.model.fills:
         raise ArbError(
             "windows of `--objective next` can be shown, and this model fills holes",
-            hint="leave `--show-windows` out",
+            "leave `--show-windows` out",
         )
     sizes = {"seed": config.seed, "batch_size": config.batch, "context": config.model.ctx}
     for place in range(-(-number // config.batch)):

@@ -47,5 +47,5 @@ def check_kernel_names(names: Iterable[str]) -> None:
             meant = f"{' or '.join(f'`{one}`' for one in near)} may be meant; " if near else ""
             raise ArbError(
                 f"no kernel is named `{name}`",
-                hint=f"{meant}`arb verify-kernels --list` shows all names",
+                f"{meant}`arb verify-kernels --list` shows all names",
             )

@@ -34,7 +34,7 @@ def check_kv_heads(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
         raise ArbError(
             f"{kv_heads} heads of keys do not divide {heads} heads",
-            hint="use a divisor",
+            "use a divisor",
             fields=("kv_heads", "heads"),
         )
 

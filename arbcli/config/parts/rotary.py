@@ -54,7 +54,7 @@ class RotaryConfig:
             if field.name in unused and getattr(self, field.name) != field.default:
                 raise ArbError(
                     f"`{field.name}` does not apply to the scaling `{self.scaling}`",
-                    hint="leave it out, or name another scaling",
+                    "leave it out, or name another scaling",
                     fields=(field.name, "scaling"),
                 )
         if not banded:
@@ -62,7 +62,7 @@ class RotaryConfig:
         if self.original_ctx is None:
             raise ArbError(
                 f"the scaling `{self.scaling}` needs `original_ctx`",
-                hint="give the context that the angles were first made for",
+                "give the context that the angles were first made for",
                 fields=("original_ctx",),
             )
         low, high = self.bounds

@@ -76,7 +76,7 @@ class CompressedAttentionConfig(PartConfig):
         if width % 2 or rotated > width or width > WIDEST_HEAD:
             raise ArbError(
                 f"of {width} numbers of a head, {rotated} cannot be rotated",
-                hint=f"use heads of 2 to {WIDEST_HEAD} numbers, of which no more are rotated",
+                f"use heads of 2 to {WIDEST_HEAD} numbers, of which no more are rotated",
                 fields=("head_width", "rotary"),
             )
 

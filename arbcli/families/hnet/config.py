@@ -51,13 +51,13 @@ class ChunkingConfig(SplitConfig):
         if any(chunking is self for chunking in config.chunkings[1:]):
             raise ArbError(
                 "`boundaries` is `space`, and chunks of chunks have no spaces",
-                hint="use one stage, or `learned` or `every`",
+                "use one stage, or `learned` or `every`",
                 fields=("boundaries",),
             )
         if config.vocabulary != VOCABULARY:
             raise ArbError(
                 f"`boundaries=space` reads bytes, and the model has {config.vocabulary:,} symbols",
-                hint=f"leave it out, or the tokenizer: bytes are {VOCABULARY} symbols",
+                f"leave it out, or the tokenizer: bytes are {VOCABULARY} symbols",
                 fields=("vocabulary", "boundaries"),
             )
 

@@ -159,14 +159,14 @@ def encode_digits(
         raise ArbError(
             f"`{name}` has rows of {columns} weights in groups of {group_size}, which are not"
             f" the blocks of {kind.block} of {kind.name}",
-            hint="use `--type bf16`, which holds any weights",
+            "use `--type bf16`, which holds any weights",
         )
     digits = digits.contiguous()
     lowest, highest = map(int, digits.aminmax())
     if max(highest, -lowest) > kind.largest:
         raise ArbError(
             f"`{name}` has weights of more digits than {kind.name} holds",
-            hint="use `--type q8_0`, or `--type bf16`, which holds any weights",
+            "use `--type q8_0`, or `--type bf16`, which holds any weights",
         )
     block_scales = scales.repeat_interleave(group_size // kind.block, dim=1)
     block_scales = block_scales[:, : columns // kind.block]
@@ -183,5 +183,5 @@ def encode_digits(
 def _not_held(name: str, kind: BlockType) -> ArbError:
     return ArbError(
         f"`{name}` has a scale that fp16 does not hold, so {kind.name} would round its weights",
-        hint="use `--type bf16`, which holds any weights",
+        "use `--type bf16`, which holds any weights",
     )

@@ -79,7 +79,7 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
     else:
         raise ArbError(
             f"`{weights.path.parent}` has no `{TOKENIZER}`, and GGUF holds a tokenizer",
-            hint="put that of the model there, or use `--to hf`",
+            "put that of the model there, or use `--to hf`",
         )
     chosen = TYPES[kind] if kind else smallest_type(model.config)
     model_sources = list(dense.sources(model))
@@ -126,7 +126,7 @@ def check_architecture(config: ModelConfig, architecture: dense.Architecture) ->
         if there:
             raise ArbError(
                 f"arb writes no {what} for llama.cpp's {architecture.gguf}",
-                hint="use `--to hf` or `--to safetensors`",
+                "use `--to hf` or `--to safetensors`",
             )
 
 
@@ -182,18 +182,18 @@ def check_model(model: LanguageModel) -> None:
     if shape is None:
         raise ArbError(
             "GGUF has no architecture with more than dense blocks of attention",
-            hint="use `--to hf` or `--to safetensors`; or train one of tiny, small, base and 1b,"
+            "use `--to hf` or `--to safetensors`; or train one of tiny, small, base and 1b,"
             " with `--no-sub-norms`",
         )
     if shape.bitnet:
         raise ArbError(
             "llama.cpp computes a BitNet with SiLU, and this one has relu(gate)**2",
-            hint="use `--to hf`, or `--to safetensors`, which arb reads",
+            "use `--to hf`, or `--to safetensors`, which arb reads",
         )
     if shape.sub_norms:
         raise ArbError(
             "GGUF has no architecture with norms before the output projections",
-            hint="train with `--no-sub-norms`; or use `--to hf` or `--to safetensors`",
+            "train with `--no-sub-norms`; or use `--to hf` or `--to safetensors`",
         )
 
 

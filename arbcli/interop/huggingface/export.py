@@ -81,7 +81,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> s
     if packed and kind:
         raise ArbError(
             "Transformers has no architecture for this model, whose weights stay packed",
-            hint="leave `--type` out",
+            "leave `--type` out",
         )
     tokenizer_of(weights)
     chosen = None if packed else TYPES[kind or "bf16"]
@@ -287,7 +287,7 @@ class ModelFolder:
                 model = LanguageModel(config)
             check_tensors(self._folder, model)
         except ArbError as error:
-            raise ArbError(f"`{path}`: refused: {error}", hint=error.hint) from None
+            raise ArbError(f"`{path}`: refused: {error}", error.hint) from None
         parts = [part for source in dense.sources(model) for part in source.parts]
         self._names = {part.gguf: part.hugging_face for part in parts}
         self.entries: dict[str, Entry] = {}

@@ -166,8 +166,7 @@ class Group:
             if names:
                 listed = quoted(sorted(names)[:5])
                 raise ArbError(
-                    f"{called(rank, self._hosts)} has another {what} than process 0: {listed}",
-                    hint=hint,
+                    f"{called(rank, self._hosts)} has another {what} than process 0: {listed}", hint
                 )
 
     def fetch(self, tensor: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
@@ -233,7 +232,7 @@ def own_device(place: torch.device) -> torch.device:
     if index >= available:
         raise ArbError(
             f"process {index} of this machine has no GPU: there are {available}",
-            hint=f"start at most {available}, or use `--device cpu`",
+            f"start at most {available}, or use `--device cpu`",
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -85,7 +85,7 @@ class Heartbeat:
         self._left.set()
         lost = None
         if self._knows.is_set() and isinstance(error, LostProcess | Interrupted):
-            lost = ArbError(self._reason, hint=RESUME)
+            lost = ArbError(self._reason, RESUME)
         else:
             text = str(error).splitlines()[:1] or [type(error).__name__]
             reason = f"{called(self._rank, self._hosts)} failed: {text[0]}"
