@@ -20,7 +20,7 @@ from arbcli.config.presets import config_from_dict
 
 if TYPE_CHECKING:
     from arbcli.inspect.decoding import DecodingProbe
-    from arbcli.inspect.probe import ChunkReport, ProbeReport, TensorReport
+    from arbcli.inspect.verdicts import ChunkReport, ProbeReport, TensorReport
 
 STEPS = 12
 """Enough for warm-up to end, and for votes to accumulate, flip and accumulate again."""

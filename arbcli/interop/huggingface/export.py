@@ -20,15 +20,9 @@ from arbcli.generation.load import Weights
 from arbcli.interop.gguf.block_types import BF16, F16, F32, BlockType, encode_numbers
 from arbcli.interop.gguf.container import Entry
 from arbcli.interop.gguf.export import END, byte_symbols
+from arbcli.interop.huggingface import companions as companion_files
 from arbcli.interop.huggingface import config_json, dense
 from arbcli.interop.huggingface.card import model_card
-from arbcli.interop.huggingface.companions import (
-    companions_of,
-    copy_companions,
-    read_companion,
-    tokenizer_of,
-    write_companion,
-)
 from arbcli.interop.huggingface.folder import (
     PACKED,
     SCALE,
@@ -75,7 +69,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> s
         ArbError: the model cannot be exported, or a file cannot be written.
     """
     config = weights.model.config
-    companions = companions_of(weights.path.parent, config)
+    companions = companion_files.companions_of(weights.path.parent, config)
     shape = dense.shape_of(config)
     packed = shape is None or (companions is None and not _fits_windows(shape))
     if packed and kind:
@@ -83,7 +77,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> s
             "Transformers has no architecture for this model, whose weights stay packed",
             "leave `--type` out",
         )
-    tokenizer_of(weights)
+    companion_files.tokenizer_of(weights)
     chosen = None if packed else TYPES[kind or "bf16"]
     with os_errors("write", path, "check permissions and free space"), new_folder(path) as part:
         _write_files(part, weights, name, chosen, companions)
@@ -114,9 +108,11 @@ def _write_files(
         if dense.known_shape(config).sub_norms:
             write_text(folder / CODE.name, CODE.read_text())
     else:
-        copy_companions(companions, folder)
-    if tokenizer := tokenizer_of(weights):
-        write_companion(folder / TOKENIZER, read_companion(tokenizer))
+        companion_files.copy_companions(companions, folder)
+    if tokenizer := companion_files.tokenizer_of(weights):
+        companion_files.write_companion(
+            folder / TOKENIZER, companion_files.read_companion(tokenizer)
+        )
     elif config.vocabulary == VOCABULARY:
         write_json(folder / TOKENIZER, _tokenizer())
     about: dict[str, Any] = {"arb.step": weights.checkpoint.step, "arb.origin": weights.origin}
@@ -140,7 +136,7 @@ def _write_files(
 def _write_companions(folder: Path, weights: Weights, about: dict[str, Any]) -> None:
     """Write the settings of a model that was not imported, with its special tokens and template."""
     config, run = weights.model.config, weights.path.parent / COMPANIONS
-    copy_companions(run, folder)
+    companion_files.copy_companions(run, folder)
     ends, names = read_settings(run, GENERATION), {}
     if config.vocabulary == VOCABULARY:
         ends = {"eos_token_id": END, "pad_token_id": END}
