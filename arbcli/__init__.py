@@ -198,17 +198,17 @@ def generate(
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if ahead is not None and not isinstance(ahead, int):
-        raise ArbError(f"`ahead` is {ahead!r}", hint="use a whole number")
+        raise ArbError(f"`ahead` is {ahead!r}", "use a whole number")
     if isinstance(prompt, bytes | str):
         if batch is not None:
-            raise ArbError("`batch` is for a list of prompts", hint="give a list, or leave it out")
+            raise ArbError("`batch` is for a list of prompts", "give a list, or leave it out")
         with deterministic():
             parts = generation.generate(
                 model, _bytes(prompt), length, sampling, kv=kv, ahead=1 if ahead is None else ahead
             )
             return b"".join(parts)
     if ahead is not None:
-        raise ArbError("`ahead` is for a single prompt", hint="leave it out, or give one prompt")
+        raise ArbError("`ahead` is for a single prompt", "leave it out, or give one prompt")
     requests = [
         Request(prompt=_bytes(text), length=length, sampling=sampling, stream=index)
         for index, text in enumerate(prompt)

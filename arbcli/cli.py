@@ -65,13 +65,13 @@ def _print_version(is_set: bool) -> None:
         raise typer.Exit
 
 
+_VERSION = typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit.")
+
+
 @app.callback()
 def root(
     context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
-    ] = False,
+    version: Annotated[bool, _VERSION] = False,
 ) -> None:
     """Train language models whose whole persistent state is packed trits and int8."""
     if context.invoked_subcommand:

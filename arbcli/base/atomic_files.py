@@ -180,7 +180,7 @@ def _refuse_link(path: Path) -> None:
     if path.is_symlink():
         raise ArbError(
             f"`{path}` is a link, through which nothing is written",
-            hint="replace it by the file or folder that it names, or choose another directory",
+            "replace it by the file or folder that it names, or choose another directory",
         )
 
 
@@ -192,8 +192,7 @@ def _create(path: Path, mode: int) -> tuple[Path, int]:
     """Create a locked temporary file next to `path`; return its path and descriptor."""
     while True:
         temporary = _temporary(path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS
-        descriptor = os.open(temporary, flags, mode)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, mode)
         if fcntl is not None:
             with suppress(OSError):  # the file system lacks locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

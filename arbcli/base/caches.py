@@ -92,7 +92,7 @@ def write_cached(path: Path, blocks: Iterable[bytes]) -> None:
 
 
 def _cannot_write(folder: Path, error: OSError) -> ArbError:
-    return ArbError(f"cannot write to the cache `{folder}`: {error.strerror or error}", hint=_HINT)
+    return ArbError(f"cannot write to the cache `{folder}`: {error.strerror or error}", _HINT)
 
 
 def _digest_file(path: Path) -> Path:

@@ -151,9 +151,7 @@ def interpret_kernels_without_gpu(device: str | None) -> None:
 
 def no_cuda_device(name: str) -> ArbError:
     """Return the error for a CUDA device that does not exist."""
-    return ArbError(
-        f"there is no CUDA device for `{name}`", hint="use `--device cpu`, or leave it out"
-    )
+    return ArbError(f"there is no CUDA device for `{name}`", "use `--device cpu`, or leave it out")
 
 
 def may_have_gpu() -> bool:
@@ -180,6 +178,6 @@ def number_in(
     if not minimum <= number <= maximum:
         raise ArbError(
             f"the environment variable `{name}` is `{text}`",
-            hint=f"set it to a whole number from {minimum} to {maximum}",
+            f"set it to a whole number from {minimum} to {maximum}",
         )
     return number

@@ -405,8 +405,7 @@ def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 
 
     The row of headings is left out if all are empty.
     """
-    title_text = Text(_one_line(title))
-    result = Table(title=title_text, title_justify="left", show_header=any(columns))
+    result = Table(title=Text(_one_line(title)), title_justify="left", show_header=any(columns))
     for index, column in enumerate(columns):
         result.add_column(
             Text(column), justify="left" if index < left else "right", overflow="fold"

@@ -37,7 +37,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb", opener=open_nonblocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ArbError(f"cannot read `{path}`: it is not a regular file", hint=READ_HINT)
+                raise ArbError(f"cannot read `{path}`: it is not a regular file", READ_HINT)
             yield file
     except OSError as error:
         raise unreadable(path, error) from error
@@ -78,7 +78,7 @@ def read_small(path: Path, limit: int | None = None, advice: str = "name another
     with open_regular(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise ArbError(f"`{path}` has more than {limit:,} bytes", hint=advice)
+        raise ArbError(f"`{path}` has more than {limit:,} bytes", advice)
     return content
 
 
@@ -97,7 +97,7 @@ def read_json(path: Path, schema: Mapping[str, Any] | None = None, hint: str = A
     try:
         value = parse_json(content)
     except ValueError as error:
-        raise ArbError(f"`{path}` is not JSON: {error}", hint=hint) from None
+        raise ArbError(f"`{path}` is not JSON: {error}", hint) from None
     if schema is not None:
         check_schema(value, schema, f"`{path}`", hint)
     return value
@@ -113,7 +113,7 @@ def read_toml(path: Path, hint: str) -> dict[str, Any]:
     try:
         return _flat_enough(tomllib.loads(content.decode()))
     except (ValueError, RecursionError) as error:
-        raise ArbError(f"`{path}` is not TOML: {_reason(error)}", hint=hint) from None
+        raise ArbError(f"`{path}` is not TOML: {_reason(error)}", hint) from None
 
 
 def parse_json(content: bytes) -> Any:
@@ -167,7 +167,7 @@ def check_schema(values: Any, schema: Mapping[str, Any], where: str, hint: str) 
         ArbError: a value is missing or has the wrong type.
     """
     if type(values) is not dict:
-        raise ArbError(f"{where} has `{shown(values)}` in place of an object", hint=hint)
+        raise ArbError(f"{where} has `{shown(values)}` in place of an object", hint)
     for path, kind in schema.items():
         *outer, name = path.split(".")
         holder: Any = values
@@ -178,7 +178,7 @@ def check_schema(values: Any, schema: Mapping[str, Any], where: str, hint: str) 
         value = holder.get(name)
         if not is_of(value, kind):
             reason = "it is missing" if value is None else f"it is `{shown(value)}`"
-            raise ArbError(f"{where} has no valid `{path}`: {reason}", hint=hint)
+            raise ArbError(f"{where} has no valid `{path}`: {reason}", hint)
 
 
 def is_of(value: Any, kind: Any) -> bool:
@@ -239,7 +239,7 @@ def file_bytes(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise ArbError(
             f"`{path}` is not a regular file",
-            hint="texts are memory-mapped: write it to a file first, and name that file",
+            "texts are memory-mapped: write it to a file first, and name that file",
         )
     if not os.access(path, os.R_OK):
         raise unreadable(path, PermissionError("Permission denied"))

@@ -54,11 +54,10 @@ def missing_checkpoint(directory: Path) -> ArbError:
         if "model_type" in read_json(directory / CONFIG, {}):
             return ArbError(
                 f"`{directory}` is a model of Transformers, and no run",
-                hint=f"convert it to one: `arb import {directory}`",
+                f"convert it to one: `arb import {directory}`",
             )
     return ArbError(
-        f"there is no checkpoint in `{directory}`",
-        hint="name the directory of a run with a checkpoint",
+        f"there is no checkpoint in `{directory}`", "name the directory of a run with a checkpoint"
     )
 
 
@@ -77,10 +76,10 @@ def directory_of(path: Path) -> Path:
     if not (run / CONFIG).exists() and checkpoints(run):
         raise ArbError(
             f"`{run}` has weights, and no settings of training, as after `arb import`",
-            hint=f"train from them: `arb train --init-from {path}`",
+            f"train from them: `arb train --init-from {path}`",
         )
     if not path.exists() or not (run / CONFIG).exists():
-        raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
+        raise ArbError(f"there is no run at `{path}`", "name a run directory or a checkpoint")
     return run
 
 
@@ -94,7 +93,7 @@ def latest_run(root: Path = RUNS) -> Path:
     if not runs:
         raise ArbError(
             f"there is no run in `{root}` that has saved anything",
-            hint="name a run or a checkpoint, or start a run with `arb train`",
+            "name a run or a checkpoint, or start a run with `arb train`",
         )
 
     def begun(run: Path) -> tuple[int, str, str]:
@@ -112,14 +111,14 @@ def check_free(run: Path) -> None:
         ArbError: it is a file, or contains a run or the weights of one.
     """
     if run.is_file():
-        raise ArbError(f"`{run}` is a file", hint="choose another `--out`")
+        raise ArbError(f"`{run}` is a file", "choose another `--out`")
     if not (run / CONFIG).exists() and (checkpoints(run) or best_checkpoints(run)):
         raise ArbError(
             f"`{run}` already contains weights, which a new run would replace",
-            hint=f"choose another `--out`; `--init-from {run}` starts from them",
+            f"choose another `--out`; `--init-from {run}` starts from them",
         )
     if (run / CONFIG).exists():
         raise ArbError(
             f"`{run}` already contains a run",
-            hint=f"continue it with `--resume {run}`, or choose another `--out`",
+            f"continue it with `--resume {run}`, or choose another `--out`",
         )

@@ -68,12 +68,11 @@ def pin_to_socket(process: int, *, uses_cpu: bool, root: Path = ROOT) -> tuple[i
         ArbError: the system does not support affinity, or has one socket.
     """
     if not hasattr(os, "sched_setaffinity"):
-        raise ArbError("this system does not support pinning", hint="leave `--pin` out")
+        raise ArbError("this system does not support pinning", "leave `--pin` out")
     known = sockets(root)
     if len(known) < 2:
         raise ArbError(
-            "`--pin` needs several sockets, and this process may only use one",
-            hint="leave `--pin` out",
+            "`--pin` needs several sockets, and this process may only use one", "leave `--pin` out"
         )
     near = set() if uses_cpu else gpu_cpus(process, root)
     turn = sorted(known)[process % len(known)]

@@ -82,14 +82,11 @@ class Command(TyperCommand):
             if both:
                 raise ArbError(
                     f"{quoted(both)} cannot be combined with `{option}`",
-                    hint=f"leave {quoted(both)} out",
+                    f"leave {quoted(both)} out",
                 )
         for option, other in getattr(self.callback, "needed", {}).items():
             if option in options and other not in options:
-                raise ArbError(
-                    f"`{option}` only applies with `{other}`",
-                    hint=f"add `{other}`",
-                )
+                raise ArbError(f"`{option}` only applies with `{other}`", f"add `{other}`")
         return super().invoke(ctx)
 
     def get_help(self, ctx: Any) -> str:

@@ -33,15 +33,8 @@ from arbcli.config.settings import (
 )
 from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS
 from arbcli.config.training import FIELDS, SETTINGS, spelled_out, train_config, words_of
+from arbcli.data import files
 from arbcli.data.conversion import check_records
-from arbcli.data.files import (
-    check_named,
-    check_packages,
-    check_weights,
-    has_documents,
-    may_be_shard,
-    weight_of,
-)
 from arbcli.data.text import check_is_bytes
 from arbcli.families.graph.presets import ATTENTIONS as GRAPH_ATTENTIONS
 from arbcli.model.rules import FADING
@@ -75,7 +68,7 @@ def refuse_kept(names: Collection[str], otherwise: str) -> None:
     if names:
         raise ArbError(
             f"a saved model keeps its own settings, so {quoted_options(names)} cannot be changed",
-            hint=f"leave them out, or {otherwise}",
+            f"leave them out, or {otherwise}",
         )
 
 
@@ -108,7 +101,7 @@ def given_options(**values: Any) -> dict[str, Any]:
         if name in ("device", "backend") or settings.get(name, value) != value:
             raise ArbError(
                 f"`--set {name}` does not combine with {quoted_options([name])}",
-                hint=f"give {quoted_options([name])} alone",
+                f"give {quoted_options([name])} alone",
             )
         settings[name] = value
     return settings | ({"fields": fields} if fields else {})
@@ -125,7 +118,7 @@ def expand_model_file(settings: dict[str, Any]) -> dict[str, Any]:
     if path is None:
         return settings
     if settings.get("preset") is not None:
-        raise ArbError("`--model` and `--preset` both name a model", hint="give one of them")
+        raise ArbError("`--model` and `--preset` both name a model", "give one of them")
     return settings | {"preset": read_model(path)}
 
 
@@ -153,7 +146,7 @@ def rename_options(words: list[str]) -> list[str]:
     if {"--digits", "--weights"} <= {*words}:
         place = words.index("--weights")
         if words[place + 1 : place + 2] != ["ternary"]:
-            raise ArbError("`--digits` is part of `--weights` now", hint="give `--weights` alone")
+            raise ArbError("`--digits` is part of `--weights` now", "give `--weights` alone")
         words = words[:place] + words[place + 2 :]
     for number, word in enumerate(words):
         if renamed_words[-1:] and (renamed := RENAMED.get(words[number - 1])):
@@ -186,7 +179,7 @@ def repeat_options(words: list[str]) -> list[str]:
         ArbError: there are several `--plot`, of which Typer would take the last.
     """
     if sum(word.partition("=")[0] == "--plot" for word in words) > 1:
-        raise ArbError("`--plot` is given twice", hint="name one file")
+        raise ArbError("`--plot` is given twice", "name one file")
     expanded: list[str] = []
     option, values = None, 0
     for word in words:
@@ -207,12 +200,12 @@ def one_path(run: Path | None, checkpoint: Path | None) -> Path:
         ArbError: neither or both were given.
     """
     if run is not None and checkpoint is not None:
-        raise ArbError(f"`{run}` and `--checkpoint` both name a model", hint="give one of them")
+        raise ArbError(f"`{run}` and `--checkpoint` both name a model", "give one of them")
     if path := run or checkpoint:
         return path
     raise ArbError(
         "no saved model is named",
-        hint="name a run or a checkpoint, or `auto` for the run that was started last",
+        "name a run or a checkpoint, or `auto` for the run that was started last",
     )
 
 
@@ -233,7 +226,7 @@ def find_run(path: Path, root: Path | None = None, *, loads: bool = False) -> Pa
         path = run_files.latest_run(root or run_files.RUNS)
         note(f"auto is `{path}`")
     elif not path.exists():
-        raise ArbError(f"there is no run at `{path}`", hint="name a run, or a file that was saved")
+        raise ArbError(f"there is no run at `{path}`", "name a run, or a file that was saved")
     elif loads and path.is_dir() and not run_files.checkpoints(path):
         raise run_files.missing_checkpoint(path)
     elif loads and not path.is_dir():
@@ -274,9 +267,7 @@ def check_is_model(path: Path) -> None:
         head = file.read(9)
     # the JSON header of a safetensors file follows its 8-byte length
     if not head.startswith(b"GGUF") and head[8:] != b"{":
-        raise ArbError(
-            f"`{path}` is not a saved model", hint="name a run, a checkpoint or an export"
-        )
+        raise ArbError(f"`{path}` is not a saved model", "name a run, a checkpoint or an export")
 
 
 def check_settings(settings: dict[str, Any]) -> None:
@@ -294,7 +285,7 @@ def check_settings(settings: dict[str, Any]) -> None:
         check_regular(Path(settings["tokenizer"]))
     if settings.get("teacher"):
         find_run(Path(settings["teacher"]), loads=True)
-    check_weights(settings.get("data", ()))
+    files.check_weights(settings.get("data", ()))
     check_texts(settings)
 
 
@@ -321,15 +312,17 @@ def check_entries(
         ArbError: a file is missing or empty, has records whose fields `field` does not name, or is
             a shard that cannot be read.
     """
-    check_packages(field)
-    check_named(entries, None if has_documents(field) else field)
+    files.check_packages(field)
+    files.check_named(entries, None if files.has_documents(field) else field)
     if field is None:
         check_records(entries)
-    named = [Path(os.path.expanduser(weight_of(entry)[0])) for entry in entries]
-    if data_format and not any(may_be_shard(path, None) or not path.is_file() for path in named):
-        raise ArbError("`--data-format` only applies to .bin files", hint="leave it out")
+    named = [Path(os.path.expanduser(files.weight_of(entry)[0])) for entry in entries]
+    if data_format and not any(
+        files.may_be_shard(path, None) or not path.is_file() for path in named
+    ):
+        raise ArbError("`--data-format` only applies to .bin files", "leave it out")
     for path in named:
-        if may_be_shard(path, data_format) and path.is_file():
+        if files.may_be_shard(path, data_format) and path.is_file():
             _, width = imported("arbcli.data.shards:shard_layout")(path, data_format)
             if not has_tokenizer:
                 check_is_bytes(width)
@@ -352,7 +345,7 @@ def read_budget(budget: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", budget.lower())
     unit = UNITS.get(match[2]) if match else None
     if match is None or not unit:
-        raise ArbError(f"`--budget` is `{budget}`", hint="use a number and a unit, such as `6GiB`")
+        raise ArbError(f"`--budget` is `{budget}`", "use a number and a unit, such as `6GiB`")
     return int(float(match[1]) * unit)
 
 
@@ -379,7 +372,7 @@ def _check_preset(name: str | None) -> str | None:
 
 def _check_device_name(name: str | None) -> str | None:
     if name is not None and not re.fullmatch(r"cpu|mps|cuda(:[0-9]{1,3})?", name):
-        raise ArbError(f"no device is named `{name}`", hint="use `cpu`, `cuda`, or `mps` on a Mac")
+        raise ArbError(f"no device is named `{name}`", "use `cpu`, `cuda`, or `mps` on a Mac")
     return name
 
 
@@ -499,8 +492,7 @@ Checkpoint = Annotated[
     Path | None, typer.Option("--checkpoint", metavar=NAMED, help="The same, as an option.")
 ]
 Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print JSON on stdout, and no table.", rich_help_panel=OUTPUT),
+    bool, typer.Option("--json", help="Print JSON on stdout, and no table.", rich_help_panel=OUTPUT)
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Hide progress.", rich_help_panel=OUTPUT)]
 MANUAL_OPTIONS = {
@@ -510,12 +502,11 @@ MANUAL_OPTIONS = {
             "--preset",
             metavar="PRESET",
             help="Model: tiny (3 million weights), small (11), base (85), 1b, or of another kind,"
-            " such as arb-long or hnet-base. Dense blocks:"
-            " tiny, small, base or 1b. Compressed attention: arb-long; with experts and four"
-            " residual streams: arb-deep-small or arb-deep. N-grams, codebooks, experts and a"
-            " graph: arb-tiny or arb-3b. Dynamic chunks: hnet-tiny, hnet-small, hnet-base or"
-            " hnet-two-stage; chunks of 32 bytes: hnet-every or hnet-long, of 128: hnet-code."
-            " [default: tiny]",
+            " such as arb-long or hnet-base. Dense blocks: tiny, small, base or 1b. Compressed"
+            " attention: arb-long; with experts and four residual streams: arb-deep-small or"
+            " arb-deep. N-grams, codebooks, experts and a graph: arb-tiny or arb-3b. Dynamic"
+            " chunks: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 32 bytes:"
+            " hnet-every or hnet-long, of 128: hnet-code. [default: tiny]",
             callback=_check_preset,
             rich_help_panel=MODEL,
         ),
@@ -551,8 +542,7 @@ MANUAL_OPTIONS = {
         str | None,
         typer.Option(
             help="Kind of attention. Dense blocks: dense, or compressed, to entries of several"
-            " bytes. arb-tiny, arb-3b: latent, or none (--no-attention). [default: the"
-            " preset's]",
+            " bytes. arb-tiny, arb-3b: latent, or none (--no-attention). [default: the preset's]",
             metavar="|".join(ATTENTIONS + GRAPH_ATTENTIONS),
             callback=one_of("attention", ATTENTIONS + GRAPH_ATTENTIONS),
             rich_help_panel=MODEL,

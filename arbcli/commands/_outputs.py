@@ -19,14 +19,14 @@ def check_file(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
     hint = f"choose another `{option}`"
     if path.suffix.lower() not in suffixes:
         raise ArbError(
-            f"`{option}` is `{path}`", hint=f"choose a name that ends in {', '.join(suffixes)}"
+            f"`{option}` is `{path}`", f"choose a name that ends in {', '.join(suffixes)}"
         )
     if path.is_dir():
-        raise ArbError(f"cannot write `{path}`: it is a folder", hint=hint)
+        raise ArbError(f"cannot write `{path}`: it is a folder", hint)
     if not path.parent.is_dir():
-        raise ArbError(f"cannot write `{path}`: there is no folder `{path.parent}`", hint=hint)
+        raise ArbError(f"cannot write `{path}`: there is no folder `{path.parent}`", hint)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ArbError(f"cannot write `{path}`: Permission denied", hint=hint)
+        raise ArbError(f"cannot write `{path}`: Permission denied", hint)
 
 
 def check_folder(path: Path, option: str) -> None:
@@ -38,6 +38,6 @@ def check_folder(path: Path, option: str) -> None:
     hint = f"choose another `{option}`"
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not existing.is_dir():
-        raise ArbError(f"cannot write `{path}`: `{existing}` is not a folder", hint=hint)
+        raise ArbError(f"cannot write `{path}`: `{existing}` is not a folder", hint)
     if not os.access(existing, os.W_OK):
-        raise ArbError(f"cannot write `{path}`: Permission denied", hint=hint)
+        raise ArbError(f"cannot write `{path}`: Permission denied", hint)

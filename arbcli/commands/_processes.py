@@ -25,7 +25,7 @@ def check_shared(command: str) -> None:
     if place.size > 1 and command not in SHARED:
         raise ArbError(
             f"`arb {command}` runs in one process, and this is one of {place.size}",
-            hint="start it alone",
+            "start it alone",
         )
 
 
@@ -42,7 +42,7 @@ def start_processes(number: int) -> None:
     if this_process().size > 1:
         raise ArbError(
             "`--gpus` starts processes, and this is one that `torchrun` has started",
-            hint="leave `--gpus` out",
+            "leave `--gpus` out",
         )
     # unlike the script `arb`, `-m` would import from the current folder first
     safe = [] if sys.path[:1] == [os.getcwd()] else ["-P"]

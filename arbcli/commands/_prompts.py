@@ -39,11 +39,11 @@ def read_prompt(
         content = source.read(MOST_PROMPT_BYTES + 1)
     if len(content) > MOST_PROMPT_BYTES:
         raise ArbError(
-            f"`{file}` has more than {MOST_PROMPT_BYTES:,} bytes", hint="give a shorter prompt"
+            f"`{file}` has more than {MOST_PROMPT_BYTES:,} bytes", "give a shorter prompt"
         )
     if model.tokenizer is not None and plain != file:
         raise ArbError(
-            "a model with a tokenizer only reads text", hint="give a text file, or use a byte model"
+            "a model with a tokenizer only reads text", "give a text file, or use a byte model"
         )
     return prompt_and_length(content, keep, length, kinds)
 
@@ -55,13 +55,11 @@ def read_lines(file: Path) -> list[bytes]:
             content = source.read(MOST_PROMPT_BYTES + 1)
     except OSError as error:
         why = error.strerror or type(error).__name__
-        raise ArbError(
-            f"cannot read `{file}`: {why}", hint="give a file, or - for stdin"
-        ) from error
+        raise ArbError(f"cannot read `{file}`: {why}", "give a file, or - for stdin") from error
     if len(content) > MOST_PROMPT_BYTES:
         raise ArbError(
             f"`{file}` has more than {MOST_PROMPT_BYTES:,} bytes of prompts",
-            hint="split it into several files",
+            "split it into several files",
         )
     return content.splitlines()
 

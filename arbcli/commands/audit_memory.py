@@ -12,22 +12,8 @@ from rich.table import Table
 from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, bytes_text, emit, table
 from arbcli.base.run_files import CONFIG, run_of
+from arbcli.commands import _options as opt
 from arbcli.commands._help import combining
-from arbcli.commands._options import (
-    NAMED,
-    NAMES_RUN,
-    Backend,
-    Json,
-    PredictedDevice,
-    check_device,
-    check_settings,
-    config_in_header,
-    expand_model_file,
-    find_run,
-    given_options,
-    read_budget,
-    takes_settings,
-)
 from arbcli.commands._outputs import check_file
 from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands.count_params import state_table
@@ -67,46 +53,39 @@ OF_RUN = {*OPTIONS, "dropout", "attention_dropout", "embedding_dropout", "reduce
 """Settings of a run that are audited with its model."""
 
 
+_RUN = typer.Argument(
+    metavar=opt.NAMED, help=f"Run whose settings are the defaults: {opt.NAMES_RUN}"
+)
+_BUDGET = typer.Option(
+    metavar="SIZE",
+    help="Only predict whether a step fits: 6GiB, 500MiB, 4GB.",
+    parser=opt.read_budget,
+)
+_WHAT_IF = typer.Option("--what-if", help="Only predict the state of all rules and scale types.")
+_RANKS = typer.Option(min=2, help="Number of processes; --budget only predicts them. [default: 1]")
+_SNAPSHOT = typer.Option(help="Write torch's own memory snapshot; CUDA only.")
+_FLOATS = typer.Option("--floats", help="List all float tensors of the first step.")
+_DECODE = typer.Option(
+    min=2,
+    metavar="POSITIONS",
+    help="Instead of training, measure a prefill of so many positions, and decoding steps.",
+)
+
+
 @combining(EXCLUDED)
-@takes_settings(*OPTIONS)
+@opt.takes_settings(*OPTIONS)
 def audit_memory(
-    run: Annotated[
-        Path | None,
-        typer.Argument(metavar=NAMED, help=f"Run whose settings are the defaults: {NAMES_RUN}"),
-    ] = None,
+    run: Annotated[Path | None, _RUN] = None,
     steps: Annotated[int, typer.Option(min=2, help="Number of steps to measure.")] = 3,
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Only predict whether a step fits: 6GiB, 500MiB, 4GB.",
-            parser=read_budget,
-        ),
-    ] = None,
-    what_if: Annotated[
-        bool, typer.Option("--what-if", help="Only predict the state of all rules and scale types.")
-    ] = False,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=2, help="Number of processes; --budget only predicts them. [default: 1]"),
-    ] = None,
-    snapshot: Annotated[
-        Path | None, typer.Option(help="Write torch's own memory snapshot; CUDA only.")
-    ] = None,
-    floats: Annotated[
-        bool, typer.Option("--floats", help="List all float tensors of the first step.")
-    ] = False,
-    decode: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            metavar="POSITIONS",
-            help="Instead of training, measure a prefill of so many positions, and decoding steps.",
-        ),
-    ] = None,
-    device: PredictedDevice = None,
-    backend: Backend = None,
-    as_json: Json = False,
+    budget: Annotated[int | None, _BUDGET] = None,
+    what_if: Annotated[bool, _WHAT_IF] = False,
+    ranks: Annotated[int | None, _RANKS] = None,
+    snapshot: Annotated[Path | None, _SNAPSHOT] = None,
+    floats: Annotated[bool, _FLOATS] = False,
+    decode: Annotated[int | None, _DECODE] = None,
+    device: opt.PredictedDevice = None,
+    backend: opt.Backend = None,
+    as_json: opt.Json = False,
     **settings: Any,
 ) -> None:
     """Measure memory of steps: `arb audit-memory --preset small`; exit 1 on floats or growth."""
@@ -118,18 +97,16 @@ def audit_memory(
         if budget is None and processes == 1:
             start_processes(ranks)
     if budget is None:
-        check_device(device)
-    settings = given_options(**settings, steps=steps)
-    settings = expand_model_file(settings)
+        opt.check_device(device)
+    settings = opt.given_options(**settings, steps=steps)
+    settings = opt.expand_model_file(settings)
     if run is not None:
         settings = _settings_of_run(run, settings)
     if not trains_ternary(settings.get("preset", "tiny"), settings.get("weights")):
-        raise ArbError(
-            "a float baseline has no integers to audit", hint="name a run of packed weights"
-        )
+        raise ArbError("a float baseline has no integers to audit", "name a run of packed weights")
     if ranks is not None:
         settings = {"accum": ranks, "processes": ranks} | settings
-    check_settings(settings)
+    opt.check_settings(settings)
     with LiveLine() as line:
         line.show_wait("loading")
         # slow to import, and not needed for `arb --help`
@@ -169,7 +146,7 @@ def audit_memory(
         if snapshot is not None and config.device == "cpu":
             raise ArbError(
                 "`--snapshot` records the CUDA allocator, and this run is on the CPU",
-                hint="leave it out, or use `--device cuda`",
+                "leave it out, or use `--device cuda`",
             )
 
         with LiveLine() as line:
@@ -188,12 +165,10 @@ def audit_memory(
 def _settings_of_run(run: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a run, with changes of them."""
     if "preset" in changes:
-        raise ArbError(
-            f"`{run}` and `--preset` or `--model` both name a model", hint="give one of them"
-        )
-    checkpoint = find_run(run)
+        raise ArbError(f"`{run}` and `--preset` or `--model` both name a model", "give one of them")
+    checkpoint = opt.find_run(run)
     path = run_of(checkpoint) / CONFIG
-    if not path.exists() and (model := config_in_header(checkpoint)):  # imported
+    if not path.exists() and (model := opt.config_in_header(checkpoint)):  # imported
         from arbcli.inspect.recipe import tuning_context
 
         return {"preset": model, "ctx": tuning_context(model)} | changes
@@ -217,7 +192,7 @@ def _check_ranks(ranks: int, processes: int) -> None:
     if processes not in (1, ranks):
         raise ArbError(
             f"`--ranks` is {ranks}, and `torchrun` has started {processes} processes",
-            hint="start the command without `torchrun`",
+            "start the command without `torchrun`",
         )
 
 

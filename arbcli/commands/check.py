@@ -14,11 +14,7 @@ if TYPE_CHECKING:
     from arbcli.training.check import CheckReport
 
 
-def check(
-    run: Run = None,
-    checkpoint: Checkpoint = None,
-    as_json: Json = False,
-) -> None:
+def check(run: Run = None, checkpoint: Checkpoint = None, as_json: Json = False) -> None:
     """Verify all files of a run and preview a resume: `arb check RUN`.
 
     Changes nothing. Exit 0 if all files are valid, 1 if one is damaged or cannot be used.

@@ -20,19 +20,17 @@ if TYPE_CHECKING:
     from arbcli.inspect.runs import RunComparison, RunGroup, Spread
 
 
+_RUNS = typer.Argument(metavar="RUN", help="Runs; auto is the run that was started last.")
+_PLOT = typer.Option(
+    help="Draw the losses of all runs to a .png, .pdf or .svg file.",
+    metavar="FILE",
+    rich_help_panel=OUTPUT,
+)
+
+
 def compare(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN", help="Runs; auto is the run that was started last."),
-    ],
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw the losses of all runs to a .png, .pdf or .svg file.",
-            metavar="FILE",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    runs: Annotated[list[Path], _RUNS],
+    plot: Annotated[Path | None, _PLOT] = None,
     as_json: Json = False,
 ) -> None:
     """Compare settings, losses, memory and time of runs: `arb compare RUN RUN`.

@@ -30,8 +30,7 @@ def state_table(report: "StateReport") -> Table:
     """Lay out the state by area and by kind, next to the state of AdamW."""
     config, total = report.config, report.total
     title = f"State: {config.scale_type}, {config.rule_text}, {config.direction or 'no'} direction"
-    columns = ["", "weights", "padding", "MB", "MiB", "B/weight"]
-    result = table(title, columns, [])
+    result = table(title, ["", "weights", "padding", "MB", "MiB", "B/weight"], [])
 
     def add(name: str, size: int, weights: int, counts: tuple[str, str] = ("", "")) -> None:
         row = [name, *counts, f"{size / 1e6:,.2f}", f"{size / 2**20:,.2f}", f"{size / weights:.3f}"]

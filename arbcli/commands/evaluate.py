@@ -10,88 +10,60 @@ from rich.table import Table
 
 from arbcli.base.output import PIPE_SECONDS, LiveLine, emit, note, table
 from arbcli.base.run_files import run_of
+from arbcli.commands import _options as opt
 from arbcli.commands._help import combining
-from arbcli.commands._options import (
-    Backend,
-    CacheDtype,
-    Checkpoint,
-    ComputeOfRun,
-    DataFormat,
-    Device,
-    Field,
-    Json,
-    Quiet,
-    Run,
-    check_entries,
-    config_in_header,
-    find_run,
-    one_path,
-)
 from arbcli.data.files import has_documents
 from arbcli.data.opening import open_text
-from arbcli.generation.option_checks import (
-    check_document_options,
-    check_masked_option,
-    check_stride,
-)
+from arbcli.generation import option_checks
 
 if TYPE_CHECKING:
     from arbcli.generation.evaluation import EvaluateReport, KindLoss
 
 
+_DATA = typer.Option(
+    help="File, folder or glob, - for stdin, or hf:NAME:SPLIT; several are concatenated."
+    " [default: the run's held-out text]"
+)
+_STRIDE = typer.Option(
+    min=1,
+    help="Bytes between windows. [default: half the model's context, or all of a masked model's]",
+)
+_BATCH = typer.Option(
+    min=1, help="Windows per forward pass. [default: 16, of at most 32,768 positions]"
+)
+_DRAWS = typer.Option(
+    min=1, max=4096, help="Masked models only: random masks drawn for each window. [default: 16]"
+)
+
+
 @combining({}, {"--field": "--data"})
 def evaluate(
-    run: Run = None,
-    checkpoint: Checkpoint = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="File, folder or glob, - for stdin, or hf:NAME:SPLIT; several are concatenated."
-            " [default: the run's held-out text]"
-        ),
-    ] = None,
-    field: Field = None,
-    data_format: DataFormat = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Bytes between windows. [default: half the model's context, or all of"
-            " a masked model's]",
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Windows per forward pass. [default: 16, of at most 32,768 positions]"
-        ),
-    ] = None,
-    draws: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=4096,
-            help="Masked models only: random masks drawn for each window. [default: 16]",
-        ),
-    ] = None,
-    compute: ComputeOfRun = None,
-    kv: CacheDtype = None,
-    device: Device = None,
-    backend: Backend = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    run: opt.Run = None,
+    checkpoint: opt.Checkpoint = None,
+    data: Annotated[list[str] | None, _DATA] = None,
+    field: opt.Field = None,
+    data_format: opt.DataFormat = None,
+    stride: Annotated[int | None, _STRIDE] = None,
+    batch: Annotated[int | None, _BATCH] = None,
+    draws: Annotated[int | None, _DRAWS] = None,
+    compute: opt.ComputeOfRun = None,
+    kv: opt.CacheDtype = None,
+    device: opt.Device = None,
+    backend: opt.Backend = None,
+    quiet: opt.Quiet = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Measure bits per byte over a whole text: `arb evaluate RUN --data book.txt`.
 
     Each byte after the first is predicted once, from at least context - stride bytes before it. Of
     chats, only answers are predicted.
     """
-    check_document_options(field, stride)
-    checkpoint = find_run(one_path(run, checkpoint), loads=True)
-    check_entries(data or (), field, data_format)
-    if config := config_in_header(checkpoint):
-        check_masked_option(config, "--draws", draws)
-        check_stride(config, stride)
+    option_checks.check_document_options(field, stride)
+    checkpoint = opt.find_run(opt.one_path(run, checkpoint), loads=True)
+    opt.check_entries(data or (), field, data_format)
+    if config := opt.config_in_header(checkpoint):
+        option_checks.check_masked_option(config, "--draws", draws)
+        option_checks.check_stride(config, stride)
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.generation import (

@@ -16,33 +16,29 @@ if TYPE_CHECKING:
     from arbcli.interop.exporting import ExportReport
 
 
+_TO = typer.Option(
+    metavar="|".join(FORMATS),
+    help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()) + ".",
+    callback=one_of("to", FORMATS),
+)
+_TYPE = typer.Option(
+    "--type",
+    metavar="TYPE",
+    help=f"Type of the weights: {', '.join(TYPES)}; bf16 or f32 for hf. [default: the"
+    " smallest lossless one; bf16 for hf, or packed]",
+    callback=one_of("type", TYPES),
+)
+_OUT = typer.Option(
+    help="File or folder to write. [default: one in this folder, named for the run]"
+)
+
+
 def export(
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(FORMATS),
-            help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()) + ".",
-            callback=one_of("to", FORMATS),
-        ),
-    ],
+    to: Annotated[str, _TO],
     run: Run = None,
     checkpoint: Checkpoint = None,
-    type: Annotated[
-        str | None,
-        typer.Option(
-            "--type",
-            metavar="TYPE",
-            help=f"Type of the weights: {', '.join(TYPES)}; bf16 or f32 for hf. [default: the"
-            " smallest lossless one; bf16 for hf, or packed]",
-            callback=one_of("type", TYPES),
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="File or folder to write. [default: one in this folder, named for the run]"
-        ),
-    ] = None,
+    type: Annotated[str | None, _TYPE] = None,
+    out: Annotated[Path | None, _OUT] = None,
     as_json: Json = False,
 ) -> None:
     """Convert a trained model to another format: `arb export RUN --to gguf`.

@@ -23,21 +23,9 @@ from arbcli.base.output import (
     write_chunks,
 )
 from arbcli.base.reading import check_regular
+from arbcli.commands import _options as opt
 from arbcli.commands._chat import chat
 from arbcli.commands._help import combining, options_given
-from arbcli.commands._options import (
-    Backend,
-    CacheDtype,
-    Checkpoint,
-    ComputeOfRun,
-    Device,
-    Json,
-    Run,
-    Seed,
-    config_in_header,
-    find_run,
-    one_path,
-)
 from arbcli.commands._outputs import check_file
 from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt, stdin_has_data
 from arbcli.data.chat_template import template_of
@@ -72,125 +60,93 @@ if TYPE_CHECKING:
     from arbcli.model.language_model import LanguageModel
 
 
+_PROMPT = typer.Option(
+    metavar="TEXT",
+    help="Text to continue, or - for stdin. [default: interactive on a terminal, else a newline]",
+)
+_PROMPT_FILE = typer.Option(
+    metavar="FILE",
+    help="File with a text to continue, or a sound or picture, whose second half is"
+    " generated with --out, and the text after it with --keep 1.",
+)
+_INFILL = typer.Option(
+    metavar="TEXT",
+    help="Models that fill holes only: text to complete, with an ellipsis, U+2026, for each"
+    " hole of --length bytes. [default length: 32]",
+)
+_STEPS = typer.Option(
+    min=1,
+    max=2**24,
+    help="Masked models only: number of forward passes that fill all holes; fewer are"
+    " faster. [default: one for each byte]",
+)
+_KEEP = typer.Option(
+    min=0, max=1, help="Fraction of a sound or picture used as prompt. [default: 0.5]"
+)
+_OUT = typer.Option(
+    metavar="FILE",
+    help="Write the generated sound or picture: .wav, .flac, .ogg, .png, .jpg or .webp.",
+)
+_PROMPTS = typer.Option(
+    metavar="FILE",
+    help="Continue many prompts in batches: JSON lines, - for stdin. Texts are printed as"
+    " JSON lines.",
+)
+_BATCH = typer.Option(min=1, max=64, help="Prompts of --prompts in a batch. [default: 16]")
+_LENGTH = typer.Option(
+    min=1, max=2**24, help="Bytes, or tokens, to generate. [default: 512, or the rest of a file]"
+)
+_TEMPERATURE = typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
+_TOP_K = typer.Option(min=1, max=2**20, help="Sample from the k likeliest bytes, or tokens.")
+_AHEAD = typer.Option(
+    min=1,
+    max=8,
+    help="Speculative decoding: maximum number of bytes per step. A head of the model, if"
+    " it has one, and repetitions of the text propose them, and the model checks them."
+    " The text is the same; slower on a CPU. [default: 1]",
+)
+_CHATS = typer.Option("--chat", help="Format each prompt as a message by the chat template.")
+_SYSTEM = typer.Option(metavar="TEXT", help="System message of --chat.")
+_RAW = typer.Option("--bytes", help="Write raw bytes rather than UTF-8.")
+_CHUNKS = typer.Option(
+    "--chunks",
+    help="hnet presets only: print prompt and text at the end, coloured by chunk, or with"
+    " marks where stdout is not a terminal.",
+)
+_ECHO = typer.Option(
+    "--echo/--no-echo", help="Write the prompt before the text. [default: on a terminal, for text]"
+)
+
+
 @combining(EXCLUDED, NEEDED)
 def generate(
     context: typer.Context,
-    run: Run = None,
-    checkpoint: Checkpoint = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="Text to continue, or - for stdin. [default: interactive on a terminal, else a"
-            " newline]",
-        ),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File with a text to continue, or a sound or picture, whose second half is"
-            " generated with --out, and the text after it with --keep 1.",
-        ),
-    ] = None,
-    infill: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="Models that fill holes only: text to complete, with an ellipsis, U+2026, for each"
-            " hole of --length bytes. [default length: 32]",
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=2**24,
-            help="Masked models only: number of forward passes that fill all holes; fewer are"
-            " faster. [default: one for each byte]",
-        ),
-    ] = None,
-    keep: Annotated[
-        float | None,
-        typer.Option(
-            min=0, max=1, help="Fraction of a sound or picture used as prompt. [default: 0.5]"
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the generated sound or picture: .wav, .flac, .ogg, .png, .jpg or .webp.",
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Continue many prompts in batches: JSON lines, - for stdin. Texts are printed as"
-            " JSON lines.",
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help="Prompts of --prompts in a batch. [default: 16]"),
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=2**24,
-            help="Bytes, or tokens, to generate. [default: 512, or the rest of a file]",
-        ),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
-    ] = 0.8,
-    top_k: Annotated[
-        int, typer.Option(min=1, max=2**20, help="Sample from the k likeliest bytes, or tokens.")
-    ] = 256,
+    run: opt.Run = None,
+    checkpoint: opt.Checkpoint = None,
+    prompt: Annotated[str | None, _PROMPT] = None,
+    prompt_file: Annotated[Path | None, _PROMPT_FILE] = None,
+    infill: Annotated[str | None, _INFILL] = None,
+    steps: Annotated[int | None, _STEPS] = None,
+    keep: Annotated[float | None, _KEEP] = None,
+    out: Annotated[Path | None, _OUT] = None,
+    prompts: Annotated[Path | None, _PROMPTS] = None,
+    batch: Annotated[int | None, _BATCH] = None,
+    length: Annotated[int | None, _LENGTH] = None,
+    temperature: Annotated[float, _TEMPERATURE] = 0.8,
+    top_k: Annotated[int, _TOP_K] = 256,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus (top-p) sampling.")] = 1.0,
-    seed: Seed = None,
-    ahead: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=8,
-            help="Speculative decoding: maximum number of bytes per step. A head of the model, if"
-            " it has one, and repetitions of the text propose them, and the model checks them."
-            " The text is the same; slower on a CPU. [default: 1]",
-        ),
-    ] = None,
-    compute: ComputeOfRun = None,
-    kv: CacheDtype = None,
-    device: Device = None,
-    backend: Backend = None,
-    chats: Annotated[
-        bool,
-        typer.Option("--chat", help="Format each prompt as a message by the chat template."),
-    ] = False,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System message of --chat.")
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--bytes", help="Write raw bytes rather than UTF-8.")
-    ] = False,
-    chunks: Annotated[
-        bool,
-        typer.Option(
-            "--chunks",
-            help="hnet presets only: print prompt and text at the end, coloured by chunk, or with"
-            " marks where stdout is not a terminal.",
-        ),
-    ] = False,
-    echo: Annotated[
-        bool | None,
-        typer.Option(
-            "--echo/--no-echo",
-            help="Write the prompt before the text. [default: on a terminal, for text]",
-        ),
-    ] = None,
-    as_json: Json = False,
+    seed: opt.Seed = None,
+    ahead: Annotated[int | None, _AHEAD] = None,
+    compute: opt.ComputeOfRun = None,
+    kv: opt.CacheDtype = None,
+    device: opt.Device = None,
+    backend: opt.Backend = None,
+    chats: Annotated[bool, _CHATS] = False,
+    system: Annotated[str | None, _SYSTEM] = None,
+    raw: Annotated[bool, _RAW] = False,
+    chunks: Annotated[bool, _CHUNKS] = False,
+    echo: Annotated[bool | None, _ECHO] = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Continue a prompt: `arb generate runs/book --prompt "import "`.
 
@@ -201,10 +157,10 @@ def generate(
     options = options_given(context)
     if out is not None:
         check_file(out, "--out", tuple(chain(*MEDIA.values())))
-    checkpoint = find_run(one_path(run, checkpoint), loads=True)
+    checkpoint = opt.find_run(opt.one_path(run, checkpoint), loads=True)
     if prompt_file is not None:
         check_regular(prompt_file)
-    if config := config_in_header(checkpoint):
+    if config := opt.config_in_header(checkpoint):
         _check_model(config, options, ahead, steps)
         if chats:
             template_of(checkpoint if checkpoint.is_dir() else checkpoint.parent)
@@ -306,7 +262,7 @@ def _check_model(
         if option in options and config.is_masked:
             raise ArbError(
                 f"`{option}` only applies to text that is generated from left to right",
-                hint=f"leave `{option}` out",
+                f"leave `{option}` out",
             )
     check_ahead(config, ahead or 1)
 

@@ -15,15 +15,7 @@ from arbcli.base.environment import may_have_gpu
 from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, bytes_text, emit, emit_json, note, table, write_bytes
 from arbcli.base.run_files import RUNS, TOKENIZER
-from arbcli.commands._options import (
-    AttentionRuleToCome,
-    DirectionToCome,
-    Json,
-    MLPRuleToCome,
-    RuleToCome,
-    ScaleTypeToCome,
-    read_budget,
-)
+from arbcli.commands import _options as opt
 from arbcli.commands._outputs import check_folder
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.model_file import model_lines
@@ -39,44 +31,38 @@ TEXT = "text.txt"
 """Name of the text in the command that tunes the model."""
 
 
+_FOLDER = typer.Argument(
+    metavar="DIR", help="Model folder of Transformers: config.json, safetensors, tokenizer.json."
+)
+_OUT = typer.Option(help="Run to create. [default: runs/imported-NAME]")
+_IGNORE_FIELD = typer.Option(
+    metavar="NAME",
+    help="Field of config.json that arb does not know and that decides nothing. Repeat it"
+    " for several.",
+)
+_BUDGET = typer.Option(
+    metavar="SIZE",
+    help="Memory of the GPU that is to train, such as 24GiB: the last line is the command"
+    " that fits. [default: that of this machine's GPU]",
+    parser=opt.read_budget,
+)
+
+
 def import_model(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="Model folder of Transformers: config.json, safetensors, tokenizer.json.",
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="Run to create. [default: runs/imported-NAME]")
-    ] = None,
-    rule: RuleToCome = None,
-    attention_rule: AttentionRuleToCome = None,
-    mlp_rule: MLPRuleToCome = None,
-    scale_type: ScaleTypeToCome = None,
-    direction: DirectionToCome = "adafactor",
-    ignore_field: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Field of config.json that arb does not know and that decides nothing. Repeat it"
-            " for several.",
-        ),
-    ] = None,
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory of the GPU that is to train, such as 24GiB: the last line is the command"
-            " that fits. [default: that of this machine's GPU]",
-            parser=read_budget,
-        ),
-    ] = None,
+    folder: Annotated[Path, _FOLDER],
+    out: Annotated[Path | None, _OUT] = None,
+    rule: opt.RuleToCome = None,
+    attention_rule: opt.AttentionRuleToCome = None,
+    mlp_rule: opt.MLPRuleToCome = None,
+    scale_type: opt.ScaleTypeToCome = None,
+    direction: opt.DirectionToCome = "adafactor",
+    ignore_field: Annotated[list[str] | None, _IGNORE_FIELD] = None,
+    budget: Annotated[int | None, _BUDGET] = None,
     print_config: Annotated[
         bool,
         typer.Option("--print-config", help="Print the model as TOML without reading weights."),
     ] = False,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Convert a Llama, Mistral, Qwen 2, Qwen 3 or BitNet model to a run: `arb import DIR`.
 
@@ -84,11 +70,9 @@ def import_model(
     further.
     """
     if not folder.is_dir():
-        raise ArbError(f"`{folder}` is not a folder", hint="name a folder with `config.json` in it")
+        raise ArbError(f"`{folder}` is not a folder", "name a folder with `config.json` in it")
     if budget is not None and budget < 2**20:
-        raise ArbError(
-            f"`--budget` is {budget:,} bytes", hint="add the unit, such as `--budget 24GiB`"
-        )
+        raise ArbError(f"`--budget` is {budget:,} bytes", "add the unit, such as `--budget 24GiB`")
     storage = spelled_out({"scale_type": scale_type, "direction": direction})
     storage |= {"attention_rule": attention_rule, "mlp_rule": mlp_rule}
     ignored = ignore_field or ()
@@ -185,5 +169,4 @@ def _tensor_table(report: "ImportReport") -> Table:
         ]
         for name, tensors in alike.items()
     ]
-    columns = ["tensor", "number", "off by", "largest, in rms", "outliers"]
-    return table("Rounded", columns, rows)
+    return table("Rounded", ["tensor", "number", "off by", "largest, in rms", "outliers"], rows)

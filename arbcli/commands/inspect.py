@@ -18,18 +18,16 @@ SHOWN = 30
 """Maximum number of tensors in the table of differences; JSON has all."""
 
 
+_FILE = typer.Argument(
+    metavar=NAMED, help="A run, a checkpoint, or an export; auto is the run that was started last."
+)
+_DIFF = typer.Option(metavar=NAMED, help="Compare with another file.")
+
+
 def inspect(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar=NAMED,
-            help="A run, a checkpoint, or an export; auto is the run that was started last.",
-        ),
-    ] = None,
+    file: Annotated[Path | None, _FILE] = None,
     checkpoint: Checkpoint = None,
-    diff: Annotated[
-        Path | None, typer.Option(metavar=NAMED, help="Compare with another file.")
-    ] = None,
+    diff: Annotated[Path | None, _DIFF] = None,
     as_json: Json = False,
 ) -> None:
     """Show the contents of a saved model: `arb inspect RUN`. Verifies its digests, if any."""

@@ -13,29 +13,14 @@ from rich.text import Text
 
 from arbcli.base.output import LiveLine, bytes_text, chunked_text, emit, note, table
 from arbcli.base.run_files import directory_of
+from arbcli.commands import _options as opt
 from arbcli.commands._help import combining
-from arbcli.commands._options import (
-    NAMED,
-    NAMES_RUN,
-    Backend,
-    Checkpoint,
-    Device,
-    HalfWarmup,
-    Json,
-    check_settings,
-    expand_model_file,
-    find_run,
-    given_options,
-    one_path,
-    refuse_kept,
-    takes_settings,
-)
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.config.presets import config_from_dict
 
 if TYPE_CHECKING:
     from arbcli.inspect.decoding import DecodingProbe
-    from arbcli.inspect.probe import ChunkReport, ProbeReport, TensorReport
+    from arbcli.inspect.verdicts import ChunkReport, ProbeReport, TensorReport
 
 STEPS = 12
 """Enough for warm-up to end, and for votes to accumulate, flip and accumulate again."""
@@ -43,33 +28,29 @@ STEP_FIELDS = ("data", "val", "field", "data_format", "batch", "lr", "seed", "co
 """Fields that can be set for a saved model; it keeps its own values of all others."""
 
 
+_RUN = typer.Argument(metavar=opt.NAMED, help=f"Saved model to probe, not changed: {opt.NAMES_RUN}")
+_DECODE = typer.Option(
+    min=2,
+    metavar="POSITIONS",
+    help="Instead of steps: read so many positions, decode one, and show its sizes.",
+)
+_PLOT = typer.Option(help="Plot residual stream, flips, loss, logits: .png, .pdf or .svg.")
+
+
 @combining({"--decode": ("--plot",)}, {"--field": "--data"})
-@takes_settings(
+@opt.takes_settings(
     "data", "val", "field", "data_format", "tokenizer", "batch", "lr", "seed", "compute"
 )
 def probe_loss(
-    run: Annotated[
-        Path | None,
-        typer.Argument(metavar=NAMED, help=f"Saved model to probe, not changed: {NAMES_RUN}"),
-    ] = None,
+    run: Annotated[Path | None, _RUN] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = STEPS,
-    warmup: HalfWarmup = None,
-    backend: Backend = None,
-    device: Device = None,
-    checkpoint: Checkpoint = None,
-    decode: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            metavar="POSITIONS",
-            help="Instead of steps: read so many positions, decode one, and show its sizes.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Plot residual stream, flips, loss, logits: .png, .pdf or .svg."),
-    ] = None,
-    as_json: Json = False,
+    warmup: opt.HalfWarmup = None,
+    backend: opt.Backend = None,
+    device: opt.Device = None,
+    checkpoint: opt.Checkpoint = None,
+    decode: Annotated[int | None, _DECODE] = None,
+    plot: Annotated[Path | None, _PLOT] = None,
+    as_json: opt.Json = False,
     **settings: Any,
 ) -> None:
     """Diagnose a few training steps: `arb probe-loss --rule votes`.
@@ -78,16 +59,16 @@ def probe_loss(
     """
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
-    settings = given_options(**settings, warmup=warmup)
+    settings = opt.given_options(**settings, warmup=warmup)
     steps = settings.pop("steps", steps)  # of `--set`
-    path = None if run is None and checkpoint is None else one_path(run, checkpoint)
+    path = None if run is None and checkpoint is None else opt.one_path(run, checkpoint)
     if path is None:
-        settings = expand_model_file(settings)
-        check_settings(settings | {"steps": steps})
+        settings = opt.expand_model_file(settings)
+        opt.check_settings(settings | {"steps": steps})
     else:
         changed = [name for name in settings if name not in STEP_FIELDS]
-        refuse_kept(changed, "probe a new model")
-        path = find_run(path, loads=True)
+        opt.refuse_kept(changed, "probe a new model")
+        path = opt.find_run(path, loads=True)
         directory_of(path)  # a probe continues the training of a run
     with LiveLine() as line:
         line.show_wait("loading")

@@ -7,17 +7,7 @@ import typer
 
 from arbcli.base.errors import ArbError, optional_module
 from arbcli.base.output import LiveLine, note
-from arbcli.commands._options import (
-    Backend,
-    CacheDtype,
-    Checkpoint,
-    ComputeOfRun,
-    Device,
-    Run,
-    config_in_header,
-    find_run,
-    one_path,
-)
+from arbcli.commands import _options as opt
 
 if TYPE_CHECKING:
     from arbcli.serve.engine import Engine
@@ -25,47 +15,37 @@ if TYPE_CHECKING:
 PACKAGES = ("starlette", "uvicorn")
 
 
+_HOST = typer.Option(metavar="ADDRESS", help="Address to listen at; others need --api-key.")
+_API_KEY = typer.Option(
+    envvar="ARB_API_KEY", metavar="KEY", help="Key that clients must give. [default: none]"
+)
+_BATCH = typer.Option(min=1, max=64, help="Texts generated at once. [default: 64, or 4 on a CPU]")
+_LENGTH = typer.Option(
+    min=2,
+    max=2**24,
+    help="Maximum length of a text with its prompt, in bytes or tokens. [default: the"
+    " model's context, at least 4096]",
+)
+_QUEUE = typer.Option(min=128, max=2**16, help="Maximum number of waiting texts.")
+_SECONDS = typer.Option(min=1, max=86400, help="Maximum time of a request in seconds.")
+_WATCH = typer.Option(metavar="FOLDER", help="Show the curves of the runs in a folder as well.")
+
+
 def serve(
-    run: Run = None,
-    checkpoint: Checkpoint = None,
-    host: Annotated[
-        str,
-        typer.Option(metavar="ADDRESS", help="Address to listen at; others need --api-key."),
-    ] = "127.0.0.1",
+    run: opt.Run = None,
+    checkpoint: opt.Checkpoint = None,
+    host: Annotated[str, _HOST] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="ARB_API_KEY", metavar="KEY", help="Key that clients must give. [default: none]"
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help="Texts generated at once. [default: 64, or 4 on a CPU]"),
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            max=2**24,
-            help="Maximum length of a text with its prompt, in bytes or tokens. [default: the"
-            " model's context, at least 4096]",
-        ),
-    ] = None,
-    queue: Annotated[
-        int, typer.Option(min=128, max=2**16, help="Maximum number of waiting texts.")
-    ] = 256,
-    seconds: Annotated[
-        float, typer.Option(min=1, max=86400, help="Maximum time of a request in seconds.")
-    ] = 600,
-    watch: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Show the curves of the runs in a folder as well."),
-    ] = None,
-    compute: ComputeOfRun = None,
-    kv: CacheDtype = None,
-    device: Device = None,
-    backend: Backend = None,
+    api_key: Annotated[str | None, _API_KEY] = None,
+    batch: Annotated[int | None, _BATCH] = None,
+    length: Annotated[int | None, _LENGTH] = None,
+    queue: Annotated[int, _QUEUE] = 256,
+    seconds: Annotated[float, _SECONDS] = 600,
+    watch: Annotated[Path | None, _WATCH] = None,
+    compute: opt.ComputeOfRun = None,
+    kv: opt.CacheDtype = None,
+    device: opt.Device = None,
+    backend: opt.Backend = None,
 ) -> None:
     """Serve a saved model by the OpenAI protocol: `arb serve RUN`.
 
@@ -73,16 +53,16 @@ def serve(
     Ctrl-C, running texts are finished.
     """
     if watch is None or run or checkpoint:
-        checkpoint = find_run(one_path(run, checkpoint), loads=True)
+        checkpoint = opt.find_run(opt.one_path(run, checkpoint), loads=True)
     if watch is not None and not watch.is_dir():
-        raise ArbError(f"`--watch {watch}` is not a folder", hint="name a folder of runs")
+        raise ArbError(f"`--watch {watch}` is not a folder", "name a folder of runs")
     for package in PACKAGES:
         optional_module(package, "arb serve", package, "'arb[serve]'")
-    config = checkpoint and config_in_header(checkpoint)
+    config = checkpoint and opt.config_in_header(checkpoint)
     if config and config.is_masked:
         raise ArbError(
             "this model is masked and cannot generate text from left to right",
-            hint="fill holes: `arb generate RUN --infill TEXT`",
+            "fill holes: `arb generate RUN --infill TEXT`",
         )
     from arbcli.serve.server import is_loopback, listener
     from arbcli.serve.server import serve as run_server
@@ -90,7 +70,7 @@ def serve(
     if not is_loopback(host) and not api_key:
         raise ArbError(
             f"`--host {host}` can be reached from other machines",
-            hint="add `--api-key KEY`, or leave `--host` out",
+            "add `--api-key KEY`, or leave `--host` out",
         )
     sock = listener(host, port)
     from arbcli.serve.app import Limits, build_app

@@ -14,22 +14,8 @@ from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, emit_json, note, write_bytes
 from arbcli.base.signals import STOPPED_UNSAVED, exit_code
 from arbcli.base.sockets import pin_to_socket
+from arbcli.commands import _options as opt
 from arbcli.commands._help import combining
-from arbcli.commands._options import (
-    OPTIONAL,
-    Backend,
-    Device,
-    Json,
-    Quiet,
-    check_settings,
-    check_texts,
-    expand_model_file,
-    find_run,
-    given_options,
-    quoted_options,
-    refuse_kept,
-    takes_settings,
-)
 from arbcli.commands._outputs import PICTURES, check_file, check_folder
 from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands._run_display import RunDisplay
@@ -68,114 +54,89 @@ EXCLUDED = {
 """Options that cannot be combined with another one."""
 
 
+_MINUTES = typer.Option(
+    min=0.01,
+    help="Training time instead of --steps; their number follows from timing a few.",
+    rich_help_panel=OPTIMISATION,
+)
+_INIT_FROM = typer.Option(
+    metavar="RUN|FILE",
+    help="Start a new run from the weights of a saved model. Without --batch and --accum, a"
+    " step that fits into memory is chosen.",
+    rich_help_panel=OPTIMISATION,
+)
+_CONFIG_FILE = typer.Option(
+    "--config", help="Settings as TOML, or a run's config.json. Options override them."
+)
+_OUT = typer.Option(
+    help="Directory to create. With --resume auto: the folder of the runs. [default: the"
+    " next free one in runs/]"
+)
+_RESUME = typer.Option(metavar="auto|PATH", help="Continue the last run, or the given one.")
+_GPUS = typer.Option(
+    min=1,
+    help="Number of processes to start, one for each GPU. --accum must be a multiple of it."
+    " [default: 1]",
+)
+_PIN = typer.Option("--pin", help="Pin the threads to one CPU socket, if there are several.")
+_PLOT = typer.Option(help="Plot the losses: .png, .pdf or .svg.", rich_help_panel=OUTPUT)
+_LOG = typer.Option(
+    metavar="LOGGER",
+    help=f"Log metrics to {', '.join(LOGGERS)}. Repeat it for several.",
+    callback=_check_loggers,
+    rich_help_panel=OUTPUT,
+)
+_PROFILE = typer.Option(
+    min=1,
+    metavar="[N]",
+    help=f"Trace N steps with torch's profiler. [default of N: {opt.OPTIONAL['--profile']}]",
+    rich_help_panel=OUTPUT,
+)
+_FORCE = typer.Option("--force", help="Start even if the predicted memory does not fit.")
+_DRY_RUN = typer.Option(
+    "--dry-run", help="With --resume: only print what it would do, as arb check does."
+)
+_SHOW_WINDOWS = typer.Option(
+    "--show-windows",
+    metavar="N",
+    min=1,
+    help="Print the first N windows of a new run, with learned text in [[ ]], and exit.",
+)
+
+
 @combining(EXCLUDED, {"--dry-run": "--resume"})
-@takes_settings(
+@opt.takes_settings(
     *RUN_SETTINGS, "weights", rare=("pin", "profile", "force", "dry_run", "backend"), heading=RUN
 )
 def train(
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01,
-            help="Training time instead of --steps; their number follows from timing a few.",
-            rich_help_panel=OPTIMISATION,
-        ),
-    ] = None,
-    init_from: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN|FILE",
-            help="Start a new run from the weights of a saved model. Without --batch and --accum, a"
-            " step that fits into memory is chosen.",
-            rich_help_panel=OPTIMISATION,
-        ),
-    ] = None,
-    config_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", help="Settings as TOML, or a run's config.json. Options override them."
-        ),
-    ] = None,
+    minutes: Annotated[float | None, _MINUTES] = None,
+    init_from: Annotated[Path | None, _INIT_FROM] = None,
+    config_file: Annotated[Path | None, _CONFIG_FILE] = None,
     print_config: Annotated[
-        bool,
-        typer.Option("--print-config", help="Print the settings as TOML instead of training."),
+        bool, typer.Option("--print-config", help="Print the settings as TOML instead of training.")
     ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory to create. With --resume auto: the folder of the runs. [default: the"
-            " next free one in runs/]"
-        ),
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(metavar="auto|PATH", help="Continue the last run, or the given one."),
-    ] = None,
+    out: Annotated[Path | None, _OUT] = None,
+    resume: Annotated[str | None, _RESUME] = None,
     no_save: Annotated[
         bool,
         typer.Option("--no-save", help="Write no files: no run directory, checkpoints or records."),
     ] = False,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of processes to start, one for each GPU. --accum must be a multiple of it."
-            " [default: 1]",
-        ),
-    ] = None,
-    device: Device = None,
-    backend: Backend = None,
-    pin: Annotated[
-        bool,
-        typer.Option("--pin", help="Pin the threads to one CPU socket, if there are several."),
-    ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Plot the losses: .png, .pdf or .svg.", rich_help_panel=OUTPUT),
-    ] = None,
-    log: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LOGGER",
-            help=f"Log metrics to {', '.join(LOGGERS)}. Repeat it for several.",
-            callback=_check_loggers,
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    profile: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="[N]",
-            help=f"Trace N steps with torch's profiler. [default of N: {OPTIONAL['--profile']}]",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Start even if the predicted memory does not fit."),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="With --resume: only print what it would do, as arb check does."
-        ),
-    ] = False,
-    show_windows: Annotated[
-        int | None,
-        typer.Option(
-            "--show-windows",
-            metavar="N",
-            min=1,
-            help="Print the first N windows of a new run, with learned text in [[ ]], and exit.",
-        ),
-    ] = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    gpus: Annotated[int | None, _GPUS] = None,
+    device: opt.Device = None,
+    backend: opt.Backend = None,
+    pin: Annotated[bool, _PIN] = False,
+    plot: Annotated[Path | None, _PLOT] = None,
+    log: Annotated[list[str] | None, _LOG] = None,
+    profile: Annotated[int | None, _PROFILE] = None,
+    force: Annotated[bool, _FORCE] = False,
+    dry_run: Annotated[bool, _DRY_RUN] = False,
+    show_windows: Annotated[int | None, _SHOW_WINDOWS] = None,
+    quiet: opt.Quiet = False,
+    as_json: opt.Json = False,
     **settings: Any,
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
-    settings = given_options(**settings)
+    settings = opt.given_options(**settings)
     steps = settings.get("steps")
     if gpus is not None and not dry_run and not print_config:
         if resume is None and config_file is None:
@@ -186,12 +147,12 @@ def train(
         _pin(device)
     if resume is not None:
         others = {name: value for name, value in settings.items() if name != "steps"}
-        others |= given_options(minutes=minutes, init_from=init_from, config=config_file)
+        others |= opt.given_options(minutes=minutes, init_from=init_from, config=config_file)
         _refuse_changes(others)
         if out is not None and resume != "auto":
             raise ArbError(
                 "`--out` names the folder of the runs for `--resume auto`, and a run was named",
-                hint="leave `--out` out: a run is continued where it is",
+                "leave `--out` out: a run is continued where it is",
             )
     else:
         settings = _merge_files(settings, config_file, init_from)
@@ -201,9 +162,9 @@ def train(
         _check_new(settings, init_from, out)
     else:
         latest = resume == "auto"
-        run = run_files.latest_run(out or run_files.RUNS) if latest else find_run(Path(resume))
+        run = run_files.latest_run(out or run_files.RUNS) if latest else opt.find_run(Path(resume))
         run_files.directory_of(run)  # refuses another path before torch is imported
-    machine = given_options(device=device, backend=backend)
+    machine = opt.given_options(device=device, backend=backend)
     if print_config:
         _show_settings(settings | machine, as_json=as_json)
         return
@@ -271,12 +232,12 @@ def _check_shares(accum: int, processes: int, device: str | None) -> None:
     if accum % processes and device is None and not may_have_gpu():
         raise ArbError(
             f"there is no GPU for `--gpus {processes}`",
-            hint=f"leave it out, or add `--device cpu --accum {processes}` for the CPU",
+            f"leave it out, or add `--device cpu --accum {processes}` for the CPU",
         )
     if accum % processes:
         raise ArbError(
             f"`--accum` is {accum}, which {processes} processes cannot share evenly",
-            hint=f"use a multiple of {processes}",
+            f"use a multiple of {processes}",
         )
 
 
@@ -305,7 +266,7 @@ def _merge_files(
 ) -> dict[str, Any]:
     """Add the settings of the files given by `--model` and `--config`."""
     if init_from is None:
-        settings = expand_model_file(settings)
+        settings = opt.expand_model_file(settings)
     if config_file is not None:
         settings = read_settings(config_file) | settings
     if init_from is not None:
@@ -316,10 +277,10 @@ def _merge_files(
 def _check_new(settings: dict[str, Any], init_from: Path | None, out: Path | None) -> None:
     """Check that a new run can start, before torch is imported."""
     if init_from is None:
-        check_settings(settings)
+        opt.check_settings(settings)
     else:
-        find_run(init_from, loads=True)
-        check_texts(settings)
+        opt.find_run(init_from, loads=True)
+        opt.check_texts(settings)
     if out is not None:
         run_files.check_free(out)
         check_folder(out, "--out")
@@ -375,17 +336,12 @@ def _choose_step(
     budget = usable_bytes(torch.device(config.device), processes)
     size = len(texts.train)
     recipe = choose_step(
-        config,
-        budget,
-        text_tokens=size,
-        processes=processes,
-        sums=sums,
-        progress=display.wait,
+        config, budget, text_tokens=size, processes=processes, sums=sums, progress=display.wait
     )
     if recipe is None:
         raise ArbError(
             f"no window of {config.model.ctx:,} tokens fits into {budget / 2**30:.2f} GiB",
-            hint="use a smaller `--ctx`, `arb import --rule nibble`, or `--batch 1` to try it",
+            "use a smaller `--ctx`, `arb import --rule nibble`, or `--batch 1` to try it",
         )
     chosen = {name: getattr(recipe, name) for name in ("batch", "accum", "recompute")}
     chosen["reduce_dtype"], options = recipe.reduce_dtype, recipe.options
@@ -444,8 +400,8 @@ def _show_windows(
 def _refuse_changes(settings: dict[str, Any]) -> None:
     if settings:
         raise ArbError(
-            f"{quoted_options(settings)} cannot be changed when resuming",
-            hint=f"leave {'it' if len(settings) == 1 else 'them'} out, or start a new run without"
+            f"{opt.quoted_options(settings)} cannot be changed when resuming",
+            f"leave {'it' if len(settings) == 1 else 'them'} out, or start a new run without"
             " `--resume`",
         )
 
@@ -456,4 +412,4 @@ def _refuse_model_settings(settings: dict[str, Any]) -> None:
     ]
     if settings.get("weights") == "ternary":
         refused.remove("weights")
-    refuse_kept(refused, "start without `--init-from`")
+    opt.refuse_kept(refused, "start without `--init-from`")

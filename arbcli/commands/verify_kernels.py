@@ -23,41 +23,30 @@ if TYPE_CHECKING:
     from arbcli.verify.ledger import Ledger
 
 
+_NAMES = typer.Argument(metavar="KERNEL", help="[default: every kernel, and the model]")
+_ALL_TSCALE_TYPES = typer.Option("--all-tscale-types", help="Check every scale type.")
+_FUZZ = typer.Option(min=0, help="Only check this many random cases for each kernel.")
+_TIMED = typer.Option(
+    "--time", help="Also time the kernels that pass, next to torch and the GPU's roofline."
+)
+_LEDGER = typer.Option(metavar="DIR", help="Write the results to this folder.")
+_LIST_ONLY = typer.Option("--list", help="List the kernels and their gates, without checking.")
+
+
 @combining({"--all-tscale-types": ("--tscale-type",)})
 def verify_kernels(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KERNEL", help="[default: every kernel, and the model]"),
-    ] = None,
+    names: Annotated[list[str] | None, _NAMES] = None,
     scale_type: ScaleType = None,
-    all_tscale_types: Annotated[
-        bool, typer.Option("--all-tscale-types", help="Check every scale type.")
-    ] = False,
+    all_tscale_types: Annotated[bool, _ALL_TSCALE_TYPES] = False,
     exhaustive: Annotated[
         bool,
-        typer.Option(
-            "--exhaustive",
-            help="Run Triton's kernels on all cases, in all scale types.",
-        ),
+        typer.Option("--exhaustive", help="Run Triton's kernels on all cases, in all scale types."),
     ] = False,
-    fuzz: Annotated[
-        int, typer.Option(min=0, help="Only check this many random cases for each kernel.")
-    ] = 0,
+    fuzz: Annotated[int, _FUZZ] = 0,
     seed: Seed = None,
-    timed: Annotated[
-        bool,
-        typer.Option(
-            "--time",
-            help="Also time the kernels that pass, next to torch and the GPU's roofline.",
-        ),
-    ] = False,
-    ledger: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write the results to this folder."),
-    ] = None,
-    list_only: Annotated[
-        bool, typer.Option("--list", help="List the kernels and their gates, without checking.")
-    ] = False,
+    timed: Annotated[bool, _TIMED] = False,
+    ledger: Annotated[Path | None, _LEDGER] = None,
+    list_only: Annotated[bool, _LIST_ONLY] = False,
     device: Device = None,
     backend: Backend = None,
     as_json: Json = False,

@@ -60,7 +60,7 @@ def _name_paths(error: ArbError, known: Iterable[str], where: str) -> ArbError:
             text = re.sub(rf"`{name}(?=[`=])", f"`{where}.{name}", text, count=1)
     if text == str(error):
         text = f"`{where}`: {text}"
-    return ArbError(text, hint=error.hint)
+    return ArbError(text, error.hint)
 
 
 def _value(kind: Any, value: Any, union: Kinds | None, where: str) -> Any:
@@ -108,13 +108,13 @@ def change_fields(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig
     try:
         changed = _changed(config, {path: paths[path] for path in fields}, fields, changes)
     except TypeError as error:
-        raise ArbError(str(error), hint="see docs/models.md for the fields of a model") from None
+        raise ArbError(str(error), "see docs/models.md for the fields of a model") from None
     except ArbError as error:  # its fields need not have options
-        raise ArbError(str(error), hint=error.hint) from None
+        raise ArbError(str(error), error.hint) from None
     if missing := [path for path in fields if not changes[path]]:
         raise ArbError(
             f"no setting is named `{shown(missing[0])}`, and no part of the model has such a field",
-            hint="see docs/models.md for the fields of a model, as in `attention.window`",
+            "see docs/models.md for the fields of a model, as in `attention.window`",
         )
     return changed
 

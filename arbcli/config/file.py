@@ -24,13 +24,7 @@ from arbcli.config.model_file import model_from_toml, model_lines, to_toml
 from arbcli.config.presets import config_from_dict
 from arbcli.config.settings import as_type, plain_type
 from arbcli.config.short_forms import ARGUMENTS
-from arbcli.config.training import (
-    OPTIMIZERS,
-    TrainConfig,
-    field_of,
-    spelled_out,
-    train_config_dict,
-)
+from arbcli.config.training import OPTIMIZERS, TrainConfig, field_of, spelled_out, train_config_dict
 
 TOP = {
     field.name: plain_type(field.type)
@@ -54,18 +48,18 @@ def read_settings(path: Path) -> dict[str, Any]:
     if path.suffix == ".json" and isinstance(values, dict):
         values = values.get("config", values)  # the other fields of a run's file describe its data
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
-        raise ArbError(f"`{path}` has no settings by name", hint=hint)
+        raise ArbError(f"`{path}` has no settings by name", hint)
     model = dict(values.pop("model", {}))
     settings: dict[str, Any] = {}
     if {"stage", "stages", "kind"} & model.keys():  # a complete model, from TOML or a run
         if "preset" in values:
-            raise ArbError(f"`{path}` has a preset and a whole model", hint="leave one of them out")
+            raise ArbError(f"`{path}` has a preset and a whole model", "leave one of them out")
         settings["preset"], model = _whole_model(path, model), {}
     if "preset" in values:
         settings["preset"] = values.pop("preset")
         if not isinstance(settings["preset"], str):
             preset = shown(settings["preset"])
-            raise ArbError(f"`preset` of `{path}` is `{preset}`", hint="name a preset in quotes")
+            raise ArbError(f"`preset` of `{path}` is `{preset}`", "name a preset in quotes")
     for table, known, where in ((values, TOP, ""), (model, ARGUMENTS, "model.")):
         for spelling, value in table.items():
             name = field_of(spelling)
@@ -89,7 +83,7 @@ def read_model(path: Path) -> ModelConfig:
     if not isinstance(model, ModelConfig):
         raise ArbError(
             f"`{path}` has no whole model",
-            hint="write stages as `[[model.stage]]`, as `settings_text` does",
+            "write stages as `[[model.stage]]`, as `settings_text` does",
         )
     return model
 
@@ -107,7 +101,7 @@ def _whole_model(path: Path, values: dict[str, Any]) -> ModelConfig:
     except TypeError as error:
         raise ArbError(
             f"`{path}` has no model of this version of arb: {error}",
-            hint="name the file of a run of this version",
+            "name the file of a run of this version",
         ) from None
 
 
@@ -128,16 +122,14 @@ def settings_text(config: TrainConfig, without: Collection[str] = ()) -> str:
 def _unknown(path: Path, where: str, name: str, known: Iterable[str]) -> ArbError:
     if not where and name in ARGUMENTS:
         return ArbError(
-            f"`{name}` in `{path}` is a setting of the model", hint="write it below `[model]`"
+            f"`{name}` in `{path}` is a setting of the model", "write it below `[model]`"
         )
     if where and name in {*(field.name for field in dataclasses.fields(ModelConfig)), "block"}:
         return ArbError(
             f"`{path}` has `{where}{name}`, which only a model with stages has",
-            hint="write the stages as `[[model.stage]]`, see docs/models.md",
+            "write the stages as `[[model.stage]]`, see docs/models.md",
         )
-    return ArbError(
-        f"`{path}` has no setting `{where}{name}`", hint=f"choose one of: {quoted(known)}"
-    )
+    return ArbError(f"`{path}` has no setting `{where}{name}`", f"choose one of: {quoted(known)}")
 
 
 def read_assignments(texts: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -155,7 +147,7 @@ def read_assignments(texts: Iterable[str]) -> tuple[dict[str, Any], dict[str, An
         spelling, equals, word = text.partition("=")
         spelling = spelling.strip().removeprefix("model.")
         if not spelling or not equals:
-            raise ArbError(f"`{shown(text)}` sets nothing", hint="write it as FIELD=VALUE")
+            raise ArbError(f"`{shown(text)}` sets nothing", "write it as FIELD=VALUE")
         try:
             value = tomllib.loads(f"value = {word}")["value"]
         except tomllib.TOMLDecodeError:
@@ -163,7 +155,7 @@ def read_assignments(texts: Iterable[str]) -> tuple[dict[str, Any], dict[str, An
         name = field_of(spelling.replace("-", "_"))
         known = name in TOP or name in ARGUMENTS
         if (name if known else spelling) in (settings if known else fields):
-            raise ArbError(f"`{shown(spelling)}` is set twice", hint="set it once")
+            raise ArbError(f"`{shown(spelling)}` is set twice", "set it once")
         if known:
             kind = TOP[name] if name in TOP else plain_type(ARGUMENTS[name].annotation)
             settings[name] = as_type(value, kind, f"`{name}`")

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import SYMBOL_DIRECTIONS
 from arbcli.config.short_forms import ARGUMENTS
@@ -38,20 +38,18 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
         if name == "vocabulary":
             raise ArbError(
                 f"the run has {ours:,} symbols, and the saved model {theirs:,}",
-                hint="leave `--tokenizer` out: symbols are those of the saved model",
+                "leave `--tokenizer` out: symbols are those of the saved model",
             )
         raise ArbError(
             f"`{name}` is {ours}, and {theirs} in the saved model",
-            hint="build the run's configuration from the saved model, with"
-            " `preset=saved_config(...)`",
+            "build the run's configuration from the saved model, with `preset=saved_config(...)`",
             fields=(name,),
         )
     able = digits_after(saved.digits)
     if model.digits not in able:
-        raise ArbError(
+        raise setting_error(
             f"`digits={model.digits}` does not match the saved weights",
-            hint=f"use {' or '.join(f'`digits={one}`' for one in able)}, which match them",
-            fields=("digits",),
+            f"use {' or '.join(f'`digits={one}`' for one in able)}, which match them",
         )
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from arbcli.base.environment import BASELINES
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.base.lazy import imported
+from arbcli.config import settings
 from arbcli.config.kinds import (
     AHEAD,
     BESIDE,
@@ -25,14 +26,6 @@ from arbcli.config.kinds import (
 from arbcli.config.layer_spec import NORM_EPS, SCALE_TYPES, VOCABULARY, LayerSpec
 from arbcli.config.parts.base import BetweenConfig, PartConfig, SplitConfig, every_part
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.settings import (
-    PRESETS_OWN,
-    Setting,
-    check_bounds,
-    check_choice,
-    check_fields,
-    setting,
-)
 from arbcli.families import CHECKS_OF_OBJECTIVES
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
@@ -60,11 +53,11 @@ EPS_KINDS = ("attention", "mlp")
 """Kinds of parts whose norms support any `norm_eps`."""
 Context = Annotated[
     int,
-    Setting(
+    settings.Setting(
         "Context length in bytes or tokens.",
         minimum=1,
         maximum=MOST,
-        default=PRESETS_OWN,
+        default=settings.PRESETS_OWN,
         common=True,
     ),
 ]
@@ -75,7 +68,7 @@ def _check_kinds(config: Any, **slots: Kinds) -> None:
     for name, known in slots.items():
         part = getattr(config, name)
         if part is not None:
-            check_choice(name, part.kind, known)
+            settings.check_choice(name, part.kind, known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +89,10 @@ class BlockConfig:
         Raises:
             ArbError: it has none, or one of the wrong kind.
         """
-        check_fields(self)
+        settings.check_fields(self)
         _check_kinds(self, mixer=MIXERS, channel=CHANNELS)
         if not self.parts:
-            raise ArbError(
-                "a block has neither mixer nor channel mixer", hint="leave the block out"
-            )
+            raise ArbError("a block has neither mixer nor channel mixer", "leave the block out")
 
     @property
     def parts(self) -> tuple[PartConfig, ...]:
@@ -157,42 +148,37 @@ class StageConfig:
         Raises:
             ArbError: a value is invalid.
         """
-        check_fields(self)
+        settings.check_fields(self)
         _check_kinds(self, chunking=CHUNKING, memories=MEMORIES)
-        check_choice("streams", self.streams, STREAMS)
+        settings.check_choice("streams", self.streams, STREAMS)
         if not 0 < self.contribution <= 1:
-            raise ArbError(
-                f"`contribution` is {self.contribution}",
-                hint="use a number above 0 and at most 1",
-                fields=("contribution",),
+            raise setting_error(
+                f"`contribution` is {self.contribution}", "use a number above 0 and at most 1"
             )
         if self.bound is not None and not self.bound > 0:
-            raise ArbError(
-                f"`bound` is {self.bound}", hint="use a number above 0", fields=("bound",)
-            )
+            raise setting_error(f"`bound` is {self.bound}", "use a number above 0")
         for name in LISTS:
-            check_bounds("layers", len(getattr(self, name)), 0, MOST_BLOCKS)
+            settings.check_bounds("layers", len(getattr(self, name)), 0, MOST_BLOCKS)
         if self.chunking and (self.blocks or self.memories or self.router):
             raise ArbError(
                 "a stage with chunking has `blocks`, `memories` or a `router`",
-                hint="move them to the innermost stage; this one has `before` and `after`",
+                "move them to the innermost stage; this one has `before` and `after`",
             )
         if not self.chunking and (self.before or self.after):
             raise ArbError(
                 "a stage without chunking has blocks `before` or `after`",
-                hint="add `chunking`, or name the blocks `blocks`",
+                "add `chunking`, or name the blocks `blocks`",
             )
         if self.streams > 1 and (self.memories or self.router):
             raise ArbError(
                 "codebooks, iterated experts and the router read one residual stream",
-                hint="use `streams = 1` in their stage",
+                "use `streams = 1` in their stage",
                 fields=("streams",),
             )
         if self.memories and self.memories.place > len(self.blocks):
-            raise ArbError(
+            raise setting_error(
                 f"`place` of the memories is {self.memories.place}, of {len(self.blocks)} blocks",
-                hint="use at most the number of blocks",
-                fields=("place",),
+                "use at most the number of blocks",
             )
 
     @property
@@ -222,22 +208,22 @@ class ModelConfig:
     """Second head, which predicts bytes after the next one; None for no such head."""
     composite: PartConfig | None = None
     """Heads for text, sounds and pictures that replace the linear head; None keeps it."""
-    scale_type: str = setting(
+    scale_type: str = settings.setting(
         "T32",
         "Number of weights that share a scale.",
         choices=tuple(SCALE_TYPES),
-        default=PRESETS_OWN,
+        default=settings.PRESETS_OWN,
         option="tscale-type",
     )
-    rule: str = setting(
+    rule: str = settings.setting(
         "moment",
         "Update rule: moment for the lowest loss, nibble for 56 % of its state; its loss is 2 %"
         " higher. carry and votes are worse.",
         choices=RULES,
-        default=PRESETS_OWN,
+        default=settings.PRESETS_OWN,
         common=True,
     )
-    digits: str = setting(
+    digits: str = settings.setting(
         "trit",
         "Weights to multiply by: int8 for the lowest loss, anneal for a model that ends"
         " ternary. ternary is -1, 0 and 1; int8 is all digits that the rule stores, in the same"
@@ -255,14 +241,14 @@ class ModelConfig:
     )
     """Digits of the weights; a checkpoint from the middle of a run with `fade` has one of
     `FADED`."""
-    votes_fixes: tuple[str, ...] = setting(
+    votes_fixes: tuple[str, ...] = settings.setting(
         (),
         f"Only with `rule=votes`: its changes, separated by commas: {', '.join(VOTES_FIXES)}.",
         choices=VOTES_FIXES,
         default="none",
         metavar="FIXES",
     )
-    direction: str | None = setting(
+    direction: str | None = settings.setting(
         "orthogonal",
         "Direction of a step: muon for the lowest loss, adafactor for the fastest step. muon"
         " orthogonalises the gradient, adafactor scales it by factored second moments, sign"
@@ -277,7 +263,7 @@ class ModelConfig:
         default="depends on preset and rule, mostly muon",
         common=True,
     )
-    weights: str = setting(
+    weights: str = settings.setting(
         "ternary",
         "Baselines to compare with: float, or ste (float weights that are rounded to ternary in"
         " the forward pass).",
@@ -287,7 +273,7 @@ class ModelConfig:
             "ste": {"weights": "ste", "digits": "trit"},
         },
     )
-    objective: str = setting(
+    objective: str = settings.setting(
         "next",
         "Training objective: next predicts the next byte, masked predicts masked bytes from"
         " both sides, and fill predicts the next byte of a text, or of a hole that comes after"
@@ -313,21 +299,21 @@ class ModelConfig:
         Raises:
             ArbError: a value is invalid.
         """
-        check_fields(self)
+        settings.check_fields(self)
         _check_kinds(self, ahead=AHEAD, composite=COMPOSITE)
         self._check_storage()
         for part in self.beside:
-            check_choice("beside", part.kind, BESIDE)
+            settings.check_choice("beside", part.kind, BESIDE)
             if sum(other.kind == part.kind for other in self.beside) > 1:
                 raise ArbError(
                     f"`beside` has several parts of the kind `{part.kind}`",
-                    hint="leave all but one of them out",
+                    "leave all but one of them out",
                     fields=("beside",),
                 )
         if not 1 <= len(self.stages) <= MOST_OUTER_STAGES + 1:
             raise ArbError(
                 f"a model has {len(self.stages)} stages",
-                hint=f"use 1 to {MOST_OUTER_STAGES + 1} of them",
+                f"use 1 to {MOST_OUTER_STAGES + 1} of them",
                 fields=("outer_dim",),
             )
         for index, stage in enumerate(self.stages):
@@ -336,12 +322,12 @@ class ModelConfig:
                 raise ArbError(
                     f"stage {index + 1} of {len(self.stages)} has"
                     f" {'chunking and nothing inside' if inner else 'no chunking'}",
-                    hint="give `chunking` to all stages but the last",
+                    "give `chunking` to all stages but the last",
                 )
         if self.outer and (self.main.memories or self.main.router):
             raise ArbError(
                 "codebooks, iterated experts and the router read bytes, and not chunks of them",
-                hint="leave them out, or use a single stage",
+                "leave them out, or use a single stage",
                 fields=("boundaries",),
             )
         for spec, part in self.specs_and_parts():
@@ -350,7 +336,7 @@ class ModelConfig:
             self._check_norm_eps()
         if self.vocabulary != VOCABULARY:
             self._check_tokens()
-        check_choice("objective", self.objective, OBJECTIVES)
+        settings.check_choice("objective", self.objective, OBJECTIVES)
         if self.objective in CHECKS_OF_OBJECTIVES:
             imported(CHECKS_OF_OBJECTIVES[self.objective])(self)
         for part in self.chunkings:
@@ -378,7 +364,7 @@ class ModelConfig:
         for name, why in reasons.items():
             raise ArbError(
                 f"the model cannot keep the documents of a window apart: {name}, {why}",
-                hint="train on plain text, or use blocks of `attention`",
+                "train on plain text, or use blocks of `attention`",
             )
 
     def _check_storage(self) -> None:
@@ -390,52 +376,48 @@ class ModelConfig:
             does = "does not fade to" if unable in WITH_DIGITS else "stores no digits below"
             raise ArbError(
                 f"{what} {does} the trit",
-                hint=f"leave `digits={self.digits}` out, or use one of: {', '.join(able)}",
+                f"leave `digits={self.digits}` out, or use one of: {', '.join(able)}",
                 fields=("digits",),
             )
         if self.direction is None and DIRECTION[self.rule] and self.weights == "ternary":
             raise ArbError(
                 f"the rule `{self.rule}` has no `direction`",
-                hint=f"choose one of: {', '.join(DIRECTIONS)}",
+                f"choose one of: {', '.join(DIRECTIONS)}",
                 fields=("direction",),
             )
         for field in ("embedding_direction", "head_direction"):
             if (direction := getattr(self, field)) is None:
                 continue
-            check_choice(field, direction, DIRECTIONS)
+            settings.check_choice(field, direction, DIRECTIONS)
             if self.weights != "ternary" or DIRECTION[self.rule] is None:
                 what = "a float baseline" if self.weights != "ternary" else "the rule `votes`"
-                raise ArbError(f"{what} takes no direction", hint=f"leave `{field}` out")
+                raise ArbError(f"{what} takes no direction", f"leave `{field}` out")
         if self.head_direction and (self.tied or self.composite):
-            raise ArbError("the model has no linear head", hint="leave `head_direction` out")
+            raise ArbError("the model has no linear head", "leave `head_direction` out")
         if len(rules) > 1 and "votes" in rules:
             raise ArbError(
                 "the rule `votes` has no learning rate, and cannot be combined with another rule",
-                hint=f"use it for the whole model, or choose among: {', '.join(WITH_DIGITS)}",
+                f"use it for the whole model, or choose among: {', '.join(WITH_DIGITS)}",
             )
         self._check_fixes()
 
     def _check_fixes(self) -> None:
         for name in self.votes_fixes:
-            check_choice("votes_fixes", name, VOTES_FIXES)
+            settings.check_choice("votes_fixes", name, VOTES_FIXES)
         if len({*self.votes_fixes}) < len(self.votes_fixes):
-            raise ArbError(
-                "`votes_fixes` names a fix twice", hint="name it once", fields=("votes_fixes",)
-            )
+            raise setting_error("`votes_fixes` names a fix twice", "name it once")
         if self.votes_fixes and (self.rule != "votes" or self.weights != "ternary"):
             raise ArbError(
                 "`votes_fixes` only applies to the rule `votes`",
-                hint="leave it out, or use `rule=votes`",
+                "leave it out, or use `rule=votes`",
                 fields=("votes_fixes", "rule"),
             )
 
     def _check_norm_eps(self) -> None:
         """Check `norm_eps`, and that no norm's kernel is limited to `NORM_EPS`."""
         if not 0 < self.norm_eps <= MOST_EPS:
-            raise ArbError(
-                f"`norm_eps` is {self.norm_eps}",
-                hint=f"use more than 0, and at most {MOST_EPS}",
-                fields=("norm_eps",),
+            raise setting_error(
+                f"`norm_eps` is {self.norm_eps}", f"use more than 0, and at most {MOST_EPS}"
             )
         parts = [part for _, part in self.specs_and_parts()]
         main = self.main
@@ -447,7 +429,7 @@ class ModelConfig:
         if not gained or unit or any(subs):
             raise ArbError(
                 f"`norm_eps` is {self.norm_eps}, and a norm without gains has {NORM_EPS}",
-                hint="use `norm_gain`, attention and MLPs without `sub_norm`, and `query_key_norm`"
+                "use `norm_gain`, attention and MLPs without `sub_norm`, and `query_key_norm`"
                 " of `gain` or `none`",
                 fields=("norm_eps",),
             )
@@ -462,7 +444,7 @@ class ModelConfig:
         if readers := self.byte_readers:
             raise ArbError(
                 f"{readers[0]} reads bytes, and the model has {self.vocabulary:,} symbols",
-                hint=f"leave it out, or the tokenizer: bytes are {VOCABULARY} symbols",
+                f"leave it out, or the tokenizer: bytes are {VOCABULARY} symbols",
                 fields=("vocabulary",),
             )
 

@@ -57,7 +57,7 @@ def model_from_toml(values: dict[str, Any], where: str) -> ModelConfig:
     if not isinstance(stages, list) or not isinstance(blocks, dict) or len(stages) > MOST_STAGES:
         raise ArbError(
             f"`{where}` has no list of stages in `[[model.stage]]`",
-            hint="write a stage with `dim` and `blocks`",
+            "write a stage with `dim` and `blocks`",
         )
     rule = fields.get("rule")
     if isinstance(rule, str) and rule in RULES:
@@ -75,13 +75,13 @@ def model_from_toml(values: dict[str, Any], where: str) -> ModelConfig:
         return build_dataclass(ModelConfig, fields, "model")
     except TypeError as error:
         raise ArbError(
-            f"`{where}`: {error}", hint="see docs/models.md for the fields of a model"
+            f"`{where}`: {error}", "see docs/models.md for the fields of a model"
         ) from None
 
 
 def _stage(stage: Any, blocks: dict[str, BlockConfig], where: str) -> StageConfig:
     if not isinstance(stage, dict):
-        raise ArbError(f"`{where}` is `{shown(stage)}`", hint="write it as `[[model.stage]]`")
+        raise ArbError(f"`{where}` is `{shown(stage)}`", "write it as `[[model.stage]]`")
     lists = {
         name: _expand(stage[name], blocks, f"{where}.{name}") for name in LISTS if name in stage
     }
@@ -91,7 +91,7 @@ def _stage(stage: Any, blocks: dict[str, BlockConfig], where: str) -> StageConfi
 def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
     """Return the blocks of a list such as `first*3 near far`."""
     if not isinstance(text, str):
-        raise ArbError(f"`{where}` is `{shown(text)}`", hint='name blocks, as in "local*2 far"')
+        raise ArbError(f"`{where}` is `{shown(text)}`", 'name blocks, as in "local*2 far"')
     expanded: list[BlockConfig] = []
     for word in text.split():
         name, times, count = word.partition("*")
@@ -99,13 +99,11 @@ def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
             known = quoted(blocks) or "none"
             raise ArbError(
                 f"`{where}` names the block `{shown(name)}`",
-                hint=f"the blocks of `[model.block]` are: {known}",
+                f"the blocks of `[model.block]` are: {known}",
             )
         number = int(count) if re.fullmatch("[0-9]{1,4}", count) else 0 if times else 1
         if not 1 <= number <= MOST_BLOCKS - len(expanded):
-            raise ArbError(
-                f"`{where}` repeats `{shown(word)}`", hint=f"use 1 to {MOST_BLOCKS} blocks"
-            )
+            raise ArbError(f"`{where}` repeats `{shown(word)}`", f"use 1 to {MOST_BLOCKS} blocks")
         expanded += [blocks[name]] * number
     return tuple(expanded)
 

@@ -8,24 +8,16 @@ from typing import Any, NamedTuple
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.lazy import LoadedMapping
 from arbcli.base.reading import shown
+from arbcli.config import short_forms
 from arbcli.config.fields import build_dataclass, change_fields
 from arbcli.config.kinds import MIXERS
 from arbcli.config.layer_spec import is_chunked
 from arbcli.config.model import ModelConfig
 from arbcli.config.settings import check_choice
-from arbcli.config.short_forms import (
-    FORMS,
-    PART_RULES,
-    STORAGE,
-    arguments,
-    assemble,
-    family_of,
-    set_part_rules,
-)
 from arbcli.families import FAMILIES
 from arbcli.model.rules import DIRECTION, RULES
 
-ATTENTIONS = tuple(form for form in FORMS if form == "dense" or form in MIXERS)
+ATTENTIONS = tuple(form for form in short_forms.FORMS if form == "dense" or form in MIXERS)
 """Forms that the option `attention` chooses between, named by their token mixers."""
 
 
@@ -54,7 +46,7 @@ def _short_form(name: str) -> ShortForm:
     form = next(one.form for one in FAMILIES.values() if name in one.presets)
     assert form is not None, "a family with presets has a form"
     return ShortForm(
-        form, import_module(f"arbcli.families.{family_of(form)}.presets").PRESETS[name]
+        form, import_module(f"arbcli.families.{short_forms.family_of(form)}.presets").PRESETS[name]
     )
 
 
@@ -62,7 +54,7 @@ SHORT_FORMS = LoadedMapping(
     (*DENSE, *(name for family in FAMILIES.values() for name in family.presets)), _short_form
 )
 """Short forms of the presets, by name."""
-PRESETS = LoadedMapping(SHORT_FORMS, lambda name: assemble(*SHORT_FORMS[name]))
+PRESETS = LoadedMapping(SHORT_FORMS, lambda name: short_forms.assemble(*SHORT_FORMS[name]))
 """Models of the presets, by name."""
 
 
@@ -73,7 +65,7 @@ def check_preset(name: str) -> None:
         ArbError: there is no such preset.
     """
     if name not in PRESETS:
-        raise ArbError(f"no preset is named `{name}`", hint=f"choose one of: {quoted(PRESETS)}")
+        raise ArbError(f"no preset is named `{name}`", f"choose one of: {quoted(PRESETS)}")
 
 
 def preset(name: str, **overrides: object) -> ModelConfig:
@@ -92,27 +84,27 @@ def preset(name: str, **overrides: object) -> ModelConfig:
     check_preset(name)
     changes = {key: value for key, value in overrides.items() if value is not None}
     form, values = SHORT_FORMS[name]
-    changes = FORMS[form].adapt(changes)
+    changes = short_forms.FORMS[form].adapt(changes)
     if isinstance(changes.get("attention"), str):
         form, changes = _expand_attention(form, changes)
-    known = arguments(form)
+    known = short_forms.arguments(form)
     if others := [key for key in changes if key not in known]:
         word = isinstance(changes[others[0]], str) and others[0] == "attention"
         able = (
             known
             for known, (form, _) in SHORT_FORMS.items()
-            if (form in ATTENTIONS if word else others[0] in arguments(form))
+            if (form in ATTENTIONS if word else others[0] in short_forms.arguments(form))
         )
         having = " or ".join(f"`{known}`" for known in able)
         raise ArbError(
             f"the preset `{name}` has no such part: {quoted(others)}",
-            hint=f"use it with {having}" if having else None,
+            f"use it with {having}" if having else None,
             fields=tuple(others),
         )
     own_rule = values.get("rule", known["rule"].default)
     _set_direction(changes, own_rule, values.get("direction", known["direction"].default))
     shared = {key: value for key, value in values.items() if key in known}
-    return assemble(form, shared | changes)
+    return short_forms.assemble(form, shared | changes)
 
 
 def assembled(
@@ -146,15 +138,15 @@ def change_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
         ArbError: a value is invalid, or only applies to presets.
     """
     changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
-    rules = {name: changes.pop(name) for name in PART_RULES if name in changes}
-    if others := [key for key in changes if key not in ("ctx", *STORAGE)]:
+    rules = {name: changes.pop(name) for name in short_forms.PART_RULES if name in changes}
+    if others := [key for key in changes if key not in ("ctx", *short_forms.STORAGE)]:
         raise ArbError(
             f"{quoted(others)} only applies to a preset",
-            hint="leave it out, or change the model itself",
+            "leave it out, or change the model itself",
             fields=tuple(others),
         )
     _set_direction(changes, config.rule, config.direction)
-    return set_part_rules(dataclasses.replace(config, **changes), **rules)
+    return short_forms.set_part_rules(dataclasses.replace(config, **changes), **rules)
 
 
 SYMBOL_DIRECTIONS = ("embedding_direction", "head_direction")
@@ -193,7 +185,7 @@ def _set_direction(changes: dict[str, Any], own_rule: str, own_direction: str | 
     if direction is None and "direction" in changes:
         raise ArbError(
             f"the rule `{rule_name}` takes no direction",
-            hint="leave `direction` out",
+            "leave `direction` out",
             fields=("direction",),
         )
     changes.setdefault("direction", own_direction if rule_name == own_rule else direction)
@@ -228,7 +220,9 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     if "stages" in values:
         return build_dataclass(ModelConfig, values, "model")
     fields = {name: value for name, value in values.items() if name != "kind"}
-    for name in FORMS:
-        if values.get("kind", name) == name and all(field in arguments(name) for field in fields):
-            return assemble(name, fields)
+    for name in short_forms.FORMS:
+        if values.get("kind", name) == name and all(
+            field in short_forms.arguments(name) for field in fields
+        ):
+            return short_forms.assemble(name, fields)
     raise TypeError(f"no kind of model has the fields {', '.join(values)}")

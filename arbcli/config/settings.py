@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
-from arbcli.base.errors import ArbError, quoted
+from arbcli.base.errors import ArbError, quoted, setting_error
 from arbcli.base.reading import is_of, shown
 
 MODEL = "Model"
@@ -209,11 +209,11 @@ def check_type(field: str, value: Any, kind: Any) -> None:
         name = getattr(kind, "__name__", None) or str(kind)
         if isinstance(value, float) and is_of(0.0, kind):
             raise ArbError(
-                f"`{field}` is `{value}`", hint="use a number that is finite", fields=(field,)
+                f"`{field}` is `{value}`", "use a number that is finite", fields=(field,)
             )
         raise ArbError(
             f"`{field}` is `{shown(value)}`, which is not of type {name}",
-            hint="restore the file that holds it",
+            "restore the file that holds it",
             fields=(field,),
         )
 
@@ -242,7 +242,7 @@ def as_type(value: Any, kind: Any, where: str) -> Any:
         for choice in choices
         if choice is not type(None)
     )
-    raise ArbError(f"{where} is `{shown(value)}`", hint=f"it takes a value of type {names}")
+    raise ArbError(f"{where} is `{shown(value)}`", f"it takes a value of type {names}")
 
 
 def check_choice(field: str, value: object, known: Iterable[object]) -> None:
@@ -253,9 +253,7 @@ def check_choice(field: str, value: object, known: Iterable[object]) -> None:
     """
     if value not in known:
         raise ArbError(
-            f"`{field}` is `{shown(value)}`",
-            hint=f"choose one of: {quoted(known)}",
-            fields=(field,),
+            f"`{field}` is `{shown(value)}`", f"choose one of: {quoted(known)}", fields=(field,)
         )
 
 
@@ -273,4 +271,4 @@ def check_bounds(
     if maximum is not None and value > maximum:
         hint = f"use at most {maximum:,}"
     if hint:
-        raise ArbError(f"`{field}` is {shown(value)}", hint=hint, fields=(field,))
+        raise setting_error(f"`{field}` is {shown(value)}", hint)

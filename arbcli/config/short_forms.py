@@ -13,16 +13,9 @@ from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.base.lazy import ExtendedMapping, LoadedMapping
-from arbcli.config.model import (
-    MOST_BLOCKS,
-    BlockConfig,
-    Blocks,
-    Context,
-    ModelConfig,
-    StageConfig,
-)
+from arbcli.config.model import MOST_BLOCKS, BlockConfig, Blocks, Context, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.mlp import MLPConfig
@@ -113,6 +106,14 @@ def stack(
     return ModelConfig(ctx=ctx, stages=(stage,), **storage)
 
 
+_KEY_HEADS = Setting(
+    "Only with tiny, small, base and 1b: heads of keys and values, each shared by as many"
+    " query heads (grouped-query attention).",
+    minimum=1,
+    default="as many as heads",
+)
+
+
 def dense(
     *,
     dim: Dim,
@@ -122,15 +123,7 @@ def dense(
     ctx: Context,
     sub_norms: SubNorms = True,
     streams: Streams = 1,
-    key_heads: Annotated[
-        int | None,
-        Setting(
-            "Only with tiny, small, base and 1b: heads of keys and values, each shared by as many"
-            " query heads (grouped-query attention).",
-            minimum=1,
-            default="as many as heads",
-        ),
-    ] = None,
+    key_heads: Annotated[int | None, _KEY_HEADS] = None,
     **storage: Any,
 ) -> ModelConfig:
     """Build a model of `layers` blocks of attention and an MLP."""
@@ -141,26 +134,24 @@ def dense(
     )  # fmt: skip
 
 
+_ATTENTION_RULE = Setting(
+    "Update rule of attention, or of Mamba, in blocks.",
+    choices=WITH_DIGITS,
+    default="that of `rule`",
+)
+_MLP_RULE = Setting(
+    "Update rule of MLPs and experts in blocks. With nibble they take 1.26 bytes per"
+    " weight, with moment 2.26.",
+    choices=WITH_DIGITS,
+    default="that of `rule`",
+)
+
+
 def set_part_rules(
     config: ModelConfig,
     *,
-    attention_rule: Annotated[
-        str | None,
-        Setting(
-            "Update rule of attention, or of Mamba, in blocks.",
-            choices=WITH_DIGITS,
-            default="that of `rule`",
-        ),
-    ] = None,
-    mlp_rule: Annotated[
-        str | None,
-        Setting(
-            "Update rule of MLPs and experts in blocks. With nibble they take 1.26 bytes per"
-            " weight, with moment 2.26.",
-            choices=WITH_DIGITS,
-            default="that of `rule`",
-        ),
-    ] = None,
+    attention_rule: Annotated[str | None, _ATTENTION_RULE] = None,
+    mlp_rule: Annotated[str | None, _MLP_RULE] = None,
 ) -> ModelConfig:
     """Return a model whose mixers or channel mixers have other rules; None keeps theirs.
 
@@ -196,10 +187,8 @@ def set_part_rules(
 
 
 def _missing_part(name: str, part: str) -> ArbError:
-    return ArbError(
-        f"`{name}` is for blocks with {part}, and the model has none",
-        hint=f"leave `{name}` out",
-        fields=(name,),
+    return setting_error(
+        f"`{name}` is for blocks with {part}, and the model has none", f"leave `{name}` out"
     )
 
 

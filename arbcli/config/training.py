@@ -3,10 +3,11 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from arbcli.base.errors import ArbError, quoted
+from arbcli.base.errors import ArbError, quoted, setting_error
 from arbcli.base.lazy import ExtendedMapping
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict, reset_symbol_directions
@@ -83,6 +84,8 @@ FLOAT_LR = {
     ("ste", "muon"): 3e-3,
 }
 """Default `lr` of float baselines, by weights and optimizer."""
+of_text, of_learning, of_run = (partial(setting, group=g) for g in (TEXT, OPTIMISATION, RUN))
+"""Declare a field under one of the headings of options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,236 +93,205 @@ class TrainConfig:
     """Complete configuration of a run, as saved in `config.json`."""
 
     model: ModelConfig
-    data: tuple[str, ...] = setting(
+    data: tuple[str, ...] = of_text(
         (),
         "Training text: a file, folder or glob, - for stdin, or hf:NAME:SPLIT for a dataset of"
         " the hub. Repeat it for several, all with weights as in a.txt:0.7 or none. Compressed,"
         " Parquet, Arrow and tar files are unpacked.",
-        TEXT,
         default="Python's standard library",
         metavar="PATH",
         common=True,
     )
-    val: tuple[str, ...] = setting(
+    val: tuple[str, ...] = of_text(
         (),
         "Held-out text.",
-        TEXT,
         default="the last tenth of one file, or a tenth of the files",
         metavar="PATH",
         common=True,
     )
-    field: str | None = setting(
+    field: str | None = of_text(
         None,
         "Field of records, such as .jsonl or .parquet files, that holds the text; for chats"
         " messages, or the names of two fields as QUESTION+ANSWER.",
-        TEXT,
         metavar="FIELD",
         common=True,
     )
-    data_format: str | None = setting(
+    data_format: str | None = of_text(
         None,
         "Format of .bin files: text as bytes, or tokens of the tokenizer as integers of 16 or"
         " 32 bits.",
-        TEXT,
         choices=tuple(TOKEN_BYTES),
         default="that of llm.c's header",
     )
-    sound: str | None = setting(
+    sound: str | None = of_text(
         None,
         "Format of sounds: mulaw, one byte per sample, or pcm16, two.",
-        TEXT,
         choices=SOUND_FORMS,
         default="mulaw, and sounds in folders are left out",
     )
-    picture: str | None = setting(
+    picture: str | None = of_text(
         None,
         "Format of pictures: rgb or grey, optionally with a size, as in rgb:64x48.",
-        TEXT,
         metavar="FORM",
         default="rgb, and pictures in folders are left out",
     )
-    tokenizer: str | None = setting(
+    tokenizer: str | None = of_text(
         None,
         "A tokenizer.json. The model then reads its tokens instead of bytes.",
-        TEXT,
         metavar="FILE",
         common=True,
     )
-    steps: int = setting(400, "Training steps.", OPTIMISATION, minimum=1, common=True)
-    batch: int = setting(16, "Windows in a batch.", OPTIMISATION, minimum=1, common=True)
-    accum: int = setting(
-        1, "Gradient accumulation: micro-batches of a step.", OPTIMISATION, minimum=1, common=True
+    steps: int = of_learning(400, "Training steps.", minimum=1, common=True)
+    batch: int = of_learning(16, "Windows in a batch.", minimum=1, common=True)
+    accum: int = of_learning(
+        1, "Gradient accumulation: micro-batches of a step.", minimum=1, common=True
     )
-    lr: float = setting(
-        1.0, "Learning rate.", OPTIMISATION, default="depends on the rule", common=True
+    lr: float = of_learning(1.0, "Learning rate.", default="depends on the rule", common=True)
+    warmup: int = of_learning(
+        100, "Steps of linear warm-up, at most half of the run.", minimum=0, common=True
     )
-    warmup: int = setting(
-        100,
-        "Steps of linear warm-up, at most half of the run.",
-        OPTIMISATION,
-        minimum=0,
-        common=True,
-    )
-    schedule: str = setting(
+    schedule: str = of_learning(
         "cosine",
         "Learning rate after the warm-up: cosine, linear or constant, or wsd, which is"
         " constant and falls in the last fifth.",
-        OPTIMISATION,
         choices=SCHEDULES,
         common=True,
     )
-    final_lr: float | None = setting(
-        None, "Learning rate at the end.", OPTIMISATION, minimum=0, default="lr / 20"
+    final_lr: float | None = of_learning(
+        None, "Learning rate at the end.", minimum=0, default="lr / 20"
     )
-    fade_from: float | None = setting(
+    fade_from: float | None = of_learning(
         None,
         "Share of the steps after which weights begin to anneal.",
-        OPTIMISATION,
         minimum=0,
         default="half of the steps before the end of the fade, so 0.4; 0 for a run that starts"
         " from weights of all digits",
     )
-    fade_to: float | None = setting(
+    fade_to: float | None = of_learning(
         None,
         "Share of the steps after which annealed weights are ternary.",
-        OPTIMISATION,
         minimum=0,
         default="half of the steps after the beginning of the fade, so 0.9; 0.1 for a run that"
         " starts from weights of all digits",
     )
-    dropout: float = setting(
+    dropout: float = of_learning(
         0.0,
         "Probability with which each output of a mixer or an MLP is dropped in training, for"
         " texts that are read several times.",
-        OPTIMISATION,
         minimum=0,
         metavar="P",
     )
-    attention_dropout: float = setting(
+    attention_dropout: float = of_learning(
         0.0,
         "Probability with which each attention weight is dropped in training.",
-        OPTIMISATION,
         minimum=0,
         metavar="P",
     )
-    embedding_dropout: float = setting(
+    embedding_dropout: float = of_learning(
         0.0,
         "Probability with which each number of the embedding's output is dropped in training.",
-        OPTIMISATION,
         minimum=0,
         metavar="P",
     )
-    weight_decay: float | None = setting(
+    weight_decay: float | None = of_learning(
         None,
         "Share by which weights shrink in a step, relative to the learning rate: as AdamW's.",
-        OPTIMISATION,
         minimum=0,
         default="0; 0.1 for the baselines float and ste",
     )
-    weight_average: int = setting(
+    weight_average: int = of_learning(
         0,
         "Evaluate, sample and export an average of the weights over about so many steps, in"
         " int8; 0 averages nothing.",
-        OPTIMISATION,
         minimum=0,
         decisive=False,
     )
-    seed: int = setting(0, "Random seed.", RUN, minimum=0, metavar="N", common=True, decisive=True)
-    save_every: int = setting(
+    seed: int = of_run(0, "Random seed.", minimum=0, metavar="N", common=True, decisive=True)
+    save_every: int = of_run(
         500,
         "Steps between checkpoints. One is also saved at the start and every 5 minutes.",
-        RUN,
         minimum=1,
         common=True,
     )
-    eval_every: int | None = setting(
+    eval_every: int | None = of_run(
         None,
         "Steps between evaluations; 0 is never.",
-        RUN,
         minimum=0,
         default=f"a quarter of the run, {EVAL_EVERY[0]} to {EVAL_EVERY[1]}",
         common=True,
     )
-    log_every: int | None = setting(
-        None, "Steps between records.", RUN, minimum=1, maximum=LONGEST_LOG, default="10"
+    log_every: int | None = of_run(
+        None, "Steps between records.", minimum=1, maximum=LONGEST_LOG, default="10"
     )
     """Steps between records; None is `arbcli.training.schedule.LOG_EVERY`."""
-    sample_every: int | None = setting(
-        None, "Steps between samples of text.", RUN, minimum=1, default="only at the end"
+    sample_every: int | None = of_run(
+        None, "Steps between samples of text.", minimum=1, default="only at the end"
     )
-    keep: int = setting(2, "Newest checkpoints to keep.", RUN, minimum=1)
-    keep_best: bool = setting(
-        False, "Also keep the checkpoint of the lowest held-out loss.", RUN, negatable=False
+    keep: int = of_run(2, "Newest checkpoints to keep.", minimum=1)
+    keep_best: bool = of_run(
+        False, "Also keep the checkpoint of the lowest held-out loss.", negatable=False
     )
-    patience: int | None = setting(
+    patience: int | None = of_run(
         None,
         "Stop after so many evaluations without a lower held-out loss, and keep the checkpoint"
         " of the lowest.",
-        RUN,
         minimum=1,
         default="all steps are done",
     )
-    optimizer: str = setting(
+    optimizer: str = of_learning(
         "rule",
         "For the baselines float and ste: adamw, their default, or muon.",
-        OPTIMISATION,
         choices=OPTIMIZERS["float"],
         also=OPTIMIZERS["ternary"],
         words={"adamw": {"optimizer": "adamw"}},
         default="adamw",
     )
     """Optimizer of float baselines; `rule` for ternary weights."""
-    teacher: str | None = setting(
+    teacher: str | None = of_learning(
         None,
         "Run or checkpoint to distil from: its predictions are learnt in addition to the text.",
-        OPTIMISATION,
         metavar="PATH",
         decisive=False,
     )
     scale_losses: tuple[str, ...] = ()
     """Parts of the loss that train the scales of an area of the model, as `area=loss` or
     `area=loss+loss`; scales of other areas are trained by the complete loss."""
-    recompute: bool = setting(
+    recompute: bool = of_learning(
         False,
         "Recompute activations in the backward pass, to save memory.",
-        OPTIMISATION,
         negatable=False,
         common=True,
         decisive=False,
     )
-    pack: bool = setting(
+    pack: bool = of_learning(
         False,
         "Keep the gates of MLPs in 12 bits per number for the backward pass, to save memory.",
-        OPTIMISATION,
         negatable=False,
     )
-    reduce_dtype: str | None = setting(
+    reduce_dtype: str | None = of_run(
         None,
         "Integer type in which gradients of micro-batches and processes are summed. none"
         " averages each as it is computed, in less memory.",
-        RUN,
         choices=(*REDUCE_DTYPES, "none"),
         default=f"int16, and int12 over {MOST_FINELY_SUMMED} batches; none for one process of up to"
         f" {MOST_IN_PLACE}",
     )
     """Integers of gradients in sums and in the all-reduce; None updates each matrix as soon as its
     gradient is computed, without accumulating gradients. `none` becomes None."""
-    compute: str = setting(
+    compute: str = of_learning(
         "bf16",
         "Activations: bf16 or fp32; or bf16 with matrix products in fp8, or in nvfp4, which is"
         " emulated.",
-        OPTIMISATION,
         choices=COMPUTES,
         default="bf16 where it is fast",
         common=True,
     )
-    device: str = setting(
-        "cpu", "Device.", RUN, metavar="cpu|cuda|mps", default="cuda if there is one", common=True
+    device: str = of_run(
+        "cpu", "Device.", metavar="cpu|cuda|mps", default="cuda if there is one", common=True
     )
-    backend: str = setting(
+    backend: str = of_run(
         "torch",
         "Implementation of the kernels.",
-        RUN,
         choices=BACKENDS,
         default="triton on a GPU, native on a CPU with a C compiler, else torch",
     )
@@ -344,77 +316,67 @@ class TrainConfig:
         if self.reduce_dtype is not None and self.accum > MOST_PARTS[self.reduce_dtype]:
             raise ArbError(
                 f"sums of {self.accum:,} parts of {self.reduce_dtype} could wrap",
-                hint=f"use `accum` of up to {MOST_PARTS[self.reduce_dtype]:,}, or narrower"
-                " integers",
+                f"use `accum` of up to {MOST_PARTS[self.reduce_dtype]:,}, or narrower integers",
                 fields=("accum", "reduce_dtype"),
             )
         for problem, name in self.bars_to_packing() if self.pack else ():
-            raise ArbError(problem, hint="leave `pack=True` out", fields=("pack", name))
+            raise ArbError(problem, "leave `pack=True` out", fields=("pack", name))
         for name, chosen in (("keep_best=True", self.keep_best), ("patience", self.patience)):
             field = name.partition("=")[0]
             if chosen and self.eval_interval == 0:
                 raise ArbError(
                     "a run that is never evaluated has no best checkpoint",
-                    hint=f"leave `{name}` out, or use `eval_every` of 1 or more",
+                    f"leave `{name}` out, or use `eval_every` of 1 or more",
                     fields=(field, "eval_every"),
                 )
             if chosen and self.model.digits == "fade":
                 raise ArbError(
                     "the best checkpoint would be from before the weights are ternary",
-                    hint=f"leave `{name}` out, or use `digits=all` or `digits=trit`",
+                    f"leave `{name}` out, or use `digits=all` or `digits=trit`",
                     fields=(field, "digits"),
                 )
         if self.model.digits in FADED:
-            raise ArbError(
+            raise setting_error(
                 "the checkpoint is from the middle of a run that anneals its weights",
-                hint="choose `digits=all`, `digits=fade` or `digits=trit`",
-                fields=("digits",),
+                "choose `digits=all`, `digits=fade` or `digits=trit`",
             )
         if self.steps * self.accum > MOST:  # micro-batches are numbered by int32
-            raise ArbError(
+            raise setting_error(
                 f"{self.steps:,} steps of {self.accum:,} batches are too many to number",
-                hint="use fewer `steps`, or less `accum`",
-                fields=("steps", "accum"),
+                "use fewer `steps`, or less `accum`",
             )
         if not 0 < self.lr <= 64:
-            raise ArbError(
-                f"`lr` is {self.lr}", hint="use a number above 0 and at most 64", fields=("lr",)
-            )
+            raise setting_error(f"`lr` is {self.lr}", "use a number above 0 and at most 64")
         ends = [name for name in ("fade_from", "fade_to") if getattr(self, name) is not None]
         if ends and self.model.digits != "fade":
             raise ArbError(
                 f"`{ends[0]}` only applies to weights that fade",
-                hint=f"leave `{ends[0]}` out, or use `digits=fade`",
+                f"leave `{ends[0]}` out, or use `digits=fade`",
                 fields=(*ends, "digits"),
             )
         begin, end = self.fades
         if not 0 <= begin < end <= 1:
-            raise ArbError(
+            raise setting_error(
                 f"weights would fade from {begin:g} to {end:g} of the steps",
-                hint="use `fade_from` of 0 or more, and a larger `fade_to` of at most 1",
-                fields=("fade_from", "fade_to"),
+                "use `fade_from` of 0 or more, and a larger `fade_to` of at most 1",
             )
         if self.decay * self.lr > LARGEST_DECAY:
-            raise ArbError(
+            raise setting_error(
                 f"`weight_decay` is {self.decay:g}, and `lr` is {self.lr:g}",
-                hint=f"use numbers whose product is at most {LARGEST_DECAY}",
-                fields=("weight_decay", "lr"),
+                f"use numbers whose product is at most {LARGEST_DECAY}",
             )
         for name in DROPOUTS:
             if (rate := getattr(self, name)) >= 1:
-                raise ArbError(f"`{name}` is {rate:g}", hint="use a number below 1", fields=(name,))
+                raise setting_error(f"`{name}` is {rate:g}", "use a number below 1")
         self._check_attention_dropout()
         if self.final_lr is not None and not 0 <= self.final_lr <= self.lr:
-            raise ArbError(
-                f"`final_lr` is {self.final_lr}",
-                hint=f"use 0 to {self.lr}, the learning rate",
-                fields=("final_lr",),
+            raise setting_error(
+                f"`final_lr` is {self.final_lr}", f"use 0 to {self.lr}, the learning rate"
             )
         if self.final_lr is not None and self.schedule == "constant":
-            raise ArbError(
+            raise setting_error(
                 "a constant learning rate does not change at the end",
-                hint="leave `final_lr` out, or choose another `schedule`",
-                fields=("final_lr", "schedule"),
+                "leave `final_lr` out, or choose another `schedule`",
             )
 
     def _refuse(self, settings: Mapping[str, str], has_no: str, cause: str) -> None:
@@ -430,7 +392,7 @@ class TrainConfig:
             if getattr(self, name) == value if value else getattr(self, name):
                 raise ArbError(
                     f"{has_no} {what}",
-                    hint=f"leave `{refused}` out, or choose other `{cause}`",
+                    f"leave `{refused}` out, or choose other `{cause}`",
                     fields=(name, cause),
                 )
 
@@ -444,7 +406,7 @@ class TrainConfig:
             problem = f"attention weights of the mixer `{unable}` cannot be dropped"
         elif any(drops.values()):
             return
-        raise ArbError(problem, hint="leave `attention_dropout` out", fields=("attention_dropout",))
+        raise ArbError(problem, "leave `attention_dropout` out", fields=("attention_dropout",))
 
     @property
     def drops(self) -> bool:
@@ -484,10 +446,9 @@ class TrainConfig:
             import_module("arbcli.families.media.pictures").check_form(self.picture)
         formats = [name for name in ("sound", "picture") if getattr(self, name) is not None]
         if formats and self.tokenizer is not None:
-            raise ArbError(
+            raise setting_error(
                 f"`{formats[0]}` needs a model of bytes, and the tokenizer reads text",
-                hint=f"leave `{formats[0]}` or `tokenizer` out",
-                fields=(formats[0], "tokenizer"),
+                f"leave `{formats[0]}` or `tokenizer` out",
             )
 
     def _check_scale_losses(self) -> None:
@@ -497,7 +458,7 @@ class TrainConfig:
             if not area or not losses:
                 raise ArbError(
                     f"`scale_losses` has `{entry}`",
-                    hint="write an area and its losses, as in `moe_graph=text+ponder`",
+                    "write an area and its losses, as in `moe_graph=text+ponder`",
                     fields=("scale_losses",),
                 )
             for loss in losses.split("+"):
@@ -510,7 +471,7 @@ class TrainConfig:
         if conflicts := [name for name, is_so in barred.items() if is_so]:
             raise ArbError(
                 f"`scale_losses` does not combine with {conflicts[0]}",
-                hint="leave one of them out",
+                "leave one of them out",
                 fields=("scale_losses",),
             )
 
@@ -625,7 +586,7 @@ def spelled_out(values: dict[str, Any]) -> dict[str, Any]:
             if source != spelling and settings[field] != of_field:
                 raise ArbError(
                     f"`{source}={values[source]}` and `{spelling}={value}` contradict each other",
-                    hint="give one of them",
+                    "give one of them",
                 )
             settings[field] = of_field
     return settings
@@ -672,10 +633,9 @@ def train_config(
     if ternary and settings.get("optimizer") == "muon":  # a word for both kinds of weights
         direction = shape.get("direction")
         if direction not in (None, "orthogonal"):
-            raise ArbError(
+            raise setting_error(
                 f"`direction={direction}` and `optimizer=muon` contradict each other",
-                hint="give one of them",
-                fields=("direction", "optimizer"),
+                "give one of them",
             )
         shape["direction"] = "orthogonal"
         del settings["optimizer"]
@@ -688,7 +648,7 @@ def train_config(
     if ternary and "optimizer" in settings:
         raise ArbError(
             f"`optimizer={settings['optimizer']}` only works with float weights",
-            hint="use `muon`, `adafactor` or `sign`, or `weights=float`",
+            "use `muon`, `adafactor` or `sign`, or `weights=float`",
             fields=("optimizer", "weights"),
         )
     stepped = [name for name in ("rule", *PART_RULES, "direction") if shape.get(name) is not None]
@@ -696,7 +656,7 @@ def train_config(
         raise ArbError(
             f"float weights are trained by AdamW or Muon, so {quoted(stepped)} cannot be given with"
             " them",
-            hint="use `adamw` or `muon` and no rule, or `weights=ternary`",
+            "use `adamw` or `muon` and no rule, or `weights=ternary`",
             fields=(*stepped, "weights"),
         )
     optimizer = settings.pop("optimizer", "rule" if ternary else "adamw")
@@ -704,7 +664,7 @@ def train_config(
     if ternary and "votes" in model.rules and settings.get("lr", rate) != rate:
         raise ArbError(
             "the rule `votes` has no learning rate",
-            hint="leave `lr` out, or use `rule=moment`",
+            "leave `lr` out, or use `rule=moment`",
             fields=("lr", "rule"),
         )
     settings.setdefault("lr", rate)
@@ -754,7 +714,7 @@ def train_config_from(facts: dict[str, Any]) -> TrainConfig:
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ArbError(
             f"the run's configuration does not fit this version of arb: {error}",
-            hint="use the version that `config.json` names",
+            "use the version that `config.json` names",
         ) from None
 
 

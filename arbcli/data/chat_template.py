@@ -66,9 +66,7 @@ class ChatTemplate:
             add_charges(parsed, jinja.nodes)
             self._template = environment.from_string(parsed.set_environment(environment))
         except Exception as error:  # the compiler of Python can raise any exception, too
-            raise ArbError(
-                f"`{name}` is not a chat template: {_reason(error)}", hint=HINT
-            ) from None
+            raise ArbError(f"`{name}` is not a chat template: {_reason(error)}", HINT) from None
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """Format messages as one text: see `render_marked`."""
@@ -114,7 +112,7 @@ class ChatTemplate:
                     raise OverflowError(f"it writes more than {MOST_CHARACTERS:,} characters")
         except Exception as error:  # expressions of the template can raise any exception
             raise ArbError(
-                f"`{self.name}` cannot format these messages: {_reason(error)}", hint=HINT
+                f"`{self.name}` cannot format these messages: {_reason(error)}", HINT
             ) from None
         return "".join(parts), marks.ranges
 
@@ -153,7 +151,7 @@ def keep_template(tokenizer: Path | str, run: Path) -> None:
     if template is None:
         raise ArbError(
             f"`{run}` has a chat template, and there is none next to `{tokenizer}`",
-            hint="put the template next to the tokenizer, or choose another `--out`",
+            "put the template next to the tokenizer, or choose another `--out`",
         )
     make_folder(folder)
     write_text(folder / TEMPLATE, template.source)
@@ -175,7 +173,7 @@ def check_template(template: ChatTemplate | None, digest: str | None, run: Path)
     if digest not in (None, template_digest(template)):
         raise ArbError(
             f"the chat template of `{run}` or its special tokens are not those of its start",
-            hint=f"restore `{TEMPLATE}` and `{SETTINGS}` in `{run / COMPANIONS}`",
+            f"restore `{TEMPLATE}` and `{SETTINGS}` in `{run / COMPANIONS}`",
         )
 
 
@@ -216,7 +214,7 @@ def missing_template(run: Path) -> ArbError:
     """Return the error for a saved model without a chat template."""
     return ArbError(
         f"`{run}` has no chat template",
-        hint="leave `--chat` out, or import a model that was trained to chat",
+        "leave `--chat` out, or import a model that was trained to chat",
     )
 
 

@@ -89,11 +89,11 @@ class Chats(Text):
         ending: int | None = None,
     ) -> None:
         if isinstance(source, Mixture):
-            raise ArbError("documents cannot be mixed by weights", hint="leave the weights out")
+            raise ArbError("documents cannot be mixed by weights", "leave the weights out")
         if template is None and not field.startswith(JOINED):
             raise ArbError(
                 f"`--field {field}` has messages, and no chat template lies next to the tokenizer",
-                hint="put the model's `chat_template.jinja` there, or use `--field +FIELD`",
+                "put the model's `chat_template.jinja` there, or use `--field +FIELD`",
             )
         self._source, self.context = source, context
         self.template_digest: str | None = template_digest(template)
@@ -123,7 +123,7 @@ class Chats(Text):
         if not self._places:
             raise ArbError(
                 f"no record has an answer that begins within {context:,} tokens",
-                hint="use a larger `--ctx`, or name more records, as with `--val`",
+                "use a larger `--ctx`, or name more records, as with `--val`",
             )
         self._flat = np.concatenate(documents)
         self.bins = pack([size - 1 for _, size in self._places], context)
@@ -217,7 +217,7 @@ def open_documents(
     if tokenizer is None:
         raise ArbError(
             f"`--field {field}` needs a tokenizer, as it has documents",
-            hint="train with `--tokenizer tokenizer.json`, or name a model that was",
+            "train with `--tokenizer tokenizer.json`, or name a model that was",
         )
     ending = next(iter(stop_tokens(tokenizer, path)), None)
     return Chats(text, field, tokenizer, find_template(path), context, ending)
@@ -251,11 +251,7 @@ class _Reader:
     """Converts records to documents."""
 
     def __init__(
-        self,
-        field: str,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        ending: int | None,
+        self, field: str, tokenizer: Tokenizer, template: ChatTemplate | None, ending: int | None
     ) -> None:
         self.field, self.tokenizer, self.template = field, tokenizer, template
         self.ending = ending
@@ -462,7 +458,7 @@ def _encoded(path: Path, start: int, stop: int, reader: _Reader) -> Iterator[byt
         except ValueError as error:
             raise ArbError(
                 f"the record at byte {begin:,} of `{path}`: {error}",
-                hint="each line must be an object with the fields that `--field` names",
+                "each line must be an object with the fields that `--field` names",
             ) from None
 
 
@@ -478,7 +474,7 @@ def _lines(path: Path, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
                 if len(line) > RECORD_BYTES:
                     raise ArbError(
                         f"`{path}` has a line of more than {RECORD_BYTES:,} bytes",
-                        hint="split the record",
+                        "split the record",
                     )
                 if line.strip() and begin + len(line.rstrip(b"\r\n")) <= stop:
                     yield line, begin

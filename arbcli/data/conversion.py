@@ -26,15 +26,7 @@ from arbcli.base.environment import number_in
 from arbcli.base.errors import ArbError, library_errors, optional_module, quoted
 from arbcli.base.lazy import imported
 from arbcli.base.reading import unreadable
-from arbcli.data.files import (
-    PLAIN,
-    RECORDS,
-    TABLES,
-    TAR,
-    Conversion,
-    name_inside,
-    weight_of,
-)
+from arbcli.data.files import PLAIN, RECORDS, TABLES, TAR, Conversion, name_inside, weight_of
 from arbcli.families import MEDIA, medium_of
 
 BLOCK_BYTES = 2**20
@@ -129,7 +121,7 @@ def check_records(entries: Iterable[str]) -> None:
             if all(isinstance(record.get(name), str | list) for name in names):
                 raise ArbError(
                     f"`{path}` has records with {quoted(names)}, and no `--field` was given",
-                    hint=f"add `--field {'+'.join(names)}`; or, to read the JSON itself as text,"
+                    f"add `--field {'+'.join(names)}`; or, to read the JSON itself as text,"
                     " rename the file to .txt",
                 )
 
@@ -191,7 +183,7 @@ def bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator[
             if total > limit:
                 raise ArbError(
                     f"`{path}`, of {packed_bytes:,} bytes, unpacks to more than {limit:,}",
-                    hint=f"if this is intended, set `{LIMIT}` to the maximum size in GiB",
+                    f"if this is intended, set `{LIMIT}` to the maximum size in GiB",
                 )
             yield block
     except OSError as error:
@@ -208,18 +200,18 @@ def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes] | 
     is_packed = name != path.name.lower()
     if medium_of(name):
         if is_packed:
-            raise ArbError(f"`{path}` is a compressed sound or picture", hint="unpack it")
+            raise ArbError(f"`{path}` is a compressed sound or picture", "unpack it")
         return _medium(path, conversion)
     if name.endswith(TABLES):
         if is_packed:
             raise ArbError(
                 f"`{path}` is a compressed table",
-                hint="Parquet and Arrow compress by themselves: unpack it",
+                "Parquet and Arrow compress by themselves: unpack it",
             )
         if field is None and not whole:
             raise ArbError(
                 f"`{path}` has columns, and none of them was named",
-                hint="name the one with the text: `--field text`",
+                "name the one with the text: `--field text`",
             )
         from arbcli.data import tables
 
@@ -302,7 +294,7 @@ def _records(
             if len(read) > ARRAY_BYTES:
                 raise ArbError(
                     f"`{path}` is an array of more than {ARRAY_BYTES:,} bytes",
-                    hint="write its records as JSON lines",
+                    "write its records as JSON lines",
                 )
         content = bytes(read)
         if selects(content):
@@ -327,7 +319,7 @@ def _parsed(content: bytes, place: str, path: Path) -> Any:
     except (ValueError, RecursionError) as error:
         raise ArbError(
             f"{place}`{path}`: {' '.join(str(error).split())}",
-            hint="records are JSON objects, one a line, or a JSON array of them in a .json file",
+            "records are JSON objects, one a line, or a JSON array of them in a .json file",
         ) from None
 
 
@@ -345,7 +337,7 @@ def _lines(blocks: Iterator[bytes], path: Path) -> Iterator[bytes]:
         if size > RECORD_BYTES:
             raise ArbError(
                 f"`{path}` has a line of more than {RECORD_BYTES:,} bytes",
-                hint="`--field` reads an object a line: split it, or save its text as a plain file",
+                "`--field` reads an object a line: split it, or save its text as a plain file",
             )
         if first:
             unfinished.append(first)
@@ -364,7 +356,7 @@ def _text_of(record: Any, number: int, path: Path, conversion: Conversion) -> It
     if isinstance(record, dict) and field not in record:
         raise ArbError(
             f"line {number} of `{path}`: it has no `{field}`",
-            hint=f"its fields are {quoted(record) or 'none'}: name one, or leave the record out",
+            f"its fields are {quoted(record) or 'none'}: name one, or leave the record out",
         )
     try:
         if not isinstance(record, dict):
@@ -380,7 +372,7 @@ def _text_of(record: Any, number: int, path: Path, conversion: Conversion) -> It
     except (ValueError, TypeError) as error:
         raise ArbError(
             f"line {number} of `{path}`: {error}",
-            hint="each line must be an object; `--field` names the one with the text, or with"
+            "each line must be an object; `--field` names the one with the text, or with"
             ' parts, as in [{"text": "a dog"}, {"sound": "dog.wav"}]',
         ) from None
     for kind, part in parts:
@@ -391,14 +383,14 @@ def _text_of(record: Any, number: int, path: Path, conversion: Conversion) -> It
         if not file.name.lower().endswith(MEDIA[kind]):
             raise ArbError(
                 f"line {number} of `{path}`: `{part}` is not a {kind}",
-                hint=f"name a file that ends in {', '.join(MEDIA[kind])}",
+                f"name a file that ends in {', '.join(MEDIA[kind])}",
             )
         try:
             yield from _medium(file, conversion)
         except OSError as error:
             raise ArbError(
                 f"line {number} of `{path}`: cannot read `{part}`: {error.strerror or error}",
-                hint="paths are relative to the file that names them",
+                "paths are relative to the file that names them",
             ) from error
     yield b"\n"
 

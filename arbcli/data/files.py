@@ -169,7 +169,7 @@ def find_standard_library() -> list[Path]:
     if len(files) < 2:
         raise ArbError(
             f"this Python has no source of its standard library in `{folder}`",
-            hint="name a text with `--data`",
+            "name a text with `--data`",
         )
     return files
 
@@ -211,7 +211,7 @@ def check_named(entries: Iterable[str], field: str | None = None) -> None:
         raise ArbError(
             f"`--field {field}` only applies to records, and none of the texts is a .jsonl,"
             " .ndjson, .json, .tar, .parquet or Arrow file",
-            hint="leave `--field` out: plain texts are read as they are",
+            "leave `--field` out: plain texts are read as they are",
         )
 
 
@@ -228,7 +228,7 @@ def check_weights(entries: Sequence[str]) -> None:
         if not weight or weight > MOST_WEIGHT:
             raise ArbError(
                 f"`{shown(entry)}` has no valid weight, and another text has one",
-                hint=f"give all of them one above 0 and up to {MOST_WEIGHT:,}, as in"
+                f"give all of them one above 0 and up to {MOST_WEIGHT:,}, as in"
                 " `--data a.txt:0.7 --data b.txt:0.3`, or none",
             )
 
@@ -243,7 +243,7 @@ def weight_of(entry: str) -> tuple[str, float | None]:
 
 
 def _missing_text(entries: Iterable[str]) -> ArbError:
-    return ArbError(f"there is no text in {quoted(entries)}", hint="name files that are not empty")
+    return ArbError(f"there is no text in {quoted(entries)}", "name files that are not empty")
 
 
 def _missing_files(entry: str, *, is_named: bool, media: Collection[str] = frozenset()) -> ArbError:
@@ -252,13 +252,12 @@ def _missing_files(entry: str, *, is_named: bool, media: Collection[str] = froze
         options = {"sound": "`--sound mulaw`", "picture": "`--picture rgb`"}
         return ArbError(
             f"`{entry}` has no texts, only {' and '.join(f'{kind}s' for kind in sorted(media))}",
-            hint=f"train with {' or '.join(options[kind] for kind in sorted(media))}, or name a"
+            f"train with {' or '.join(options[kind] for kind in sorted(media))}, or name a"
             " model that was",
         )
     return ArbError(
         f"the folder `{entry}` has no text files" if is_named else f"nothing matches `{entry}`",
-        hint="name a file, a glob in quotes, or a folder with files that are neither hidden nor"
-        " binary",
+        "name a file, a glob in quotes, or a folder with files that are neither hidden nor binary",
     )
 
 

@@ -10,19 +10,7 @@ from typing import NamedTuple
 from arbcli.base.errors import ArbError
 from arbcli.base.lazy import imported
 from arbcli.base.reading import file_bytes
-from arbcli.data.files import (
-    PACKED,
-    PLAIN,
-    RECORDS,
-    SAVED,
-    Conversion,
-    check_weights,
-    find_files,
-    find_standard_library,
-    is_of_run,
-    may_be_shard,
-    weight_of,
-)
+from arbcli.data import files as data_files
 from arbcli.data.text import FAR_NATS, Mixture, Text, Texts, entropy
 from arbcli.families import medium_of
 
@@ -38,7 +26,7 @@ def open_texts(
     *,
     seed: int,
     context: int,
-    conversion: Conversion = PLAIN,
+    conversion: data_files.Conversion = data_files.PLAIN,
     split: str | None = None,
 ) -> Texts:
     """Open the files of a run, split into training and validation texts.
@@ -70,12 +58,12 @@ def open_texts(
         parts = _find_parts(data, left_out, conversion)
         name = _name(data)
     else:
-        parts = [(find_standard_library(), None)]
+        parts = [(data_files.find_standard_library(), None)]
         name = f"standard library source of Python {sys.version_info[0]}.{sys.version_info[1]}"
     weights, kind_of_split = [weight for _, weight in parts], None
     if val:
         train = _mix([_plain_text(files, conversion) for files, _ in parts], weights)
-        held_out = _plain_text(find_files(val, left_out, conversion), conversion)
+        held_out = _plain_text(data_files.find_files(val, left_out, conversion), conversion)
     else:
         split = split if data else "files"
         splits = [_split(files, seed, conversion, split, context) for files, _ in parts]
@@ -89,13 +77,15 @@ def open_texts(
             raise ArbError(
                 f"a context of {context:,} needs a {role} text of {context + 1:,} bytes or more,"
                 f" and this one has {shortest:,}",
-                hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
+                "choose a smaller `--ctx`, or name more text with `--data` and `--val`",
             )
     num_files = sum(len(files) for files, _ in parts)
     return Texts(train, held_out, _describe(name, num_files, left_out), kind_of_split)
 
 
-def open_text(entries: Sequence[str], conversion: Conversion = PLAIN) -> tuple[Text, str]:
+def open_text(
+    entries: Sequence[str], conversion: data_files.Conversion = data_files.PLAIN
+) -> tuple[Text, str]:
     """Open the files that `entries` name, with the rules of `open_texts`, as one text.
 
     Returns:
@@ -105,11 +95,11 @@ def open_text(entries: Sequence[str], conversion: Conversion = PLAIN) -> tuple[T
         ArbError: an entry matches no file or cannot be read.
     """
     left_out: list[str] = []
-    files = find_files(entries, left_out, conversion)
+    files = data_files.find_files(entries, left_out, conversion)
     return _plain_text(files, conversion), _describe(_name(entries), len(files), left_out)
 
 
-def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
+def plain_file(path: Path, conversion: data_files.Conversion = data_files.PLAIN) -> Path:
     """Return the path of a file's plain bytes: `path`, or that of a conversion in the cache.
 
     Args:
@@ -120,7 +110,7 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
         ArbError: see `arbcli.data.conversion.converted_file`.
     """
     name = path.name.lower()
-    if not (medium_of(name) or name.endswith((*PACKED, *RECORDS))):
+    if not (medium_of(name) or name.endswith((*data_files.PACKED, *data_files.RECORDS))):
         return path
     from arbcli.data.conversion import converted_file  # plain texts do not need it
 
@@ -128,18 +118,20 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
 
 
 def _find_parts(
-    entries: Sequence[str], left_out: list[str], conversion: Conversion
+    entries: Sequence[str], left_out: list[str], conversion: data_files.Conversion
 ) -> list[tuple[list[Path], float | None]]:
     """Return the files and the weight of each text of a mixture, or of one text with weight None.
 
     Raises:
         ArbError: only some entries have weights, or one is 0.
     """
-    check_weights(entries)
-    weighed = [weight_of(entry) for entry in entries]
+    data_files.check_weights(entries)
+    weighed = [data_files.weight_of(entry) for entry in entries]
     if all(weight is None for _, weight in weighed):
-        return [(find_files(entries, left_out, conversion), None)]
-    return [(find_files([entry], left_out, conversion), weight) for entry, weight in weighed]
+        return [(data_files.find_files(entries, left_out, conversion), None)]
+    return [
+        (data_files.find_files([entry], left_out, conversion), weight) for entry, weight in weighed
+    ]
 
 
 def _mix(texts: list[Text], weights: list[float | None]) -> Text:
@@ -148,7 +140,7 @@ def _mix(texts: list[Text], weights: list[float | None]) -> Text:
     return Mixture([(text, weight or 0.0) for text, weight in zip(texts, weights, strict=True)])
 
 
-def _plain_text(files: Sequence[Path], conversion: Conversion) -> Text:
+def _plain_text(files: Sequence[Path], conversion: data_files.Conversion) -> Text:
     return _joined([_part(file, conversion) for file in files])
 
 
@@ -161,11 +153,11 @@ class _Part(NamedTuple):
     token_bytes: int
 
 
-def _part(file: Path, conversion: Conversion) -> _Part:
+def _part(file: Path, conversion: data_files.Conversion) -> _Part:
     """Return the whole of a file's plain bytes, or of a shard's tokens."""
-    if may_be_shard(file, conversion.data_format):
+    if data_files.may_be_shard(file, conversion.data_format):
         if conversion.whole:
-            raise ArbError(f"`{file}` has no records", hint="leave `--field` out")
+            raise ArbError(f"`{file}` has no records", "leave `--field` out")
         layout = imported("arbcli.data.shards:shard_layout")(file, conversion.data_format)
         return _Part(file, layout[0], file_bytes(file), layout[1])
     plain = plain_file(file, conversion)
@@ -183,7 +175,7 @@ def _joined(parts: Sequence[_Part]) -> Text:
         first, second = [*widths.values()][:2]
         raise ArbError(
             f"`{first}` and `{second}` are of different formats, and cannot be one text",
-            hint="give each of them a weight, as in `--data a.bin:0.7 --data b.txt:0.3`",
+            "give each of them a weight, as in `--data a.bin:0.7 --data b.txt:0.3`",
         )
     return Text.from_parts([part[:3] for part in parts], *widths)
 
@@ -194,7 +186,8 @@ def _name(entries: Sequence[str]) -> str:
 
 def _describe(name: str, num_files: int, left_out: Sequence[str]) -> str:
     saved = sum(
-        path.endswith(SAVED) or os.path.isdir(path) or is_of_run(path) for path in set(left_out)
+        path.endswith(data_files.SAVED) or os.path.isdir(path) or data_files.is_of_run(path)
+        for path in set(left_out)
     )
     kinds = {"saved by arb": saved, "binary": len(set(left_out)) - saved}
     counts = " and ".join(f"{count:,} {kind}" for kind, count in kinds.items() if count)
@@ -203,7 +196,7 @@ def _describe(name: str, num_files: int, left_out: Sequence[str]) -> str:
 
 
 def _split(
-    files: list[Path], seed: int, conversion: Conversion, split: str | None, context: int
+    files: list[Path], seed: int, conversion: data_files.Conversion, split: str | None, context: int
 ) -> tuple[str | None, tuple[Text, Text]]:
     """Hold out the last tenth of a single file, or a tenth of several files.
 

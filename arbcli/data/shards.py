@@ -48,7 +48,7 @@ def shard_layout(path: Path, data_format: str | None) -> tuple[int, int]:
     if name_inside(path) != path.name.lower():
         raise ArbError(
             f"`{path}` is compressed, and a shard of tokens is not",
-            hint="unpack it; or add `--data-format bytes` to read its bytes as text",
+            "unpack it; or add `--data-format bytes` to read its bytes as text",
         )
     with open_regular(path) as file:
         beginning = file.read(HEADER_BYTES)
@@ -58,25 +58,25 @@ def shard_layout(path: Path, data_format: str | None) -> tuple[int, int]:
         if data_format not in (None, f"tokens{8 * width}"):
             raise ArbError(
                 f"`{path}` has a header of llm.c for tokens of {width} bytes",
-                hint="leave `--data-format` out",
+                "leave `--data-format` out",
             )
         if size != HEADER_BYTES + width * tokens:
             raise ArbError(
                 f"`{path}` has {size:,} bytes, and its header says {tokens:,} tokens",
-                hint="it is truncated or damaged: fetch it again",
+                "it is truncated or damaged: fetch it again",
             )
         return HEADER_BYTES, width
     if data_format is None:
         raise ArbError(
             f"`{path}` has no header, so that its format is unknown",
-            hint="add `--data-format tokens16` or `tokens32`, with `--tokenizer`, for tokens"
+            "add `--data-format tokens16` or `tokens32`, with `--tokenizer`, for tokens"
             " of nanoGPT, or `bytes` to read its bytes as text",
         )
     width = TOKEN_BYTES[data_format]
     if size % width:
         raise ArbError(
             f"`{path}` has {size:,} bytes, not a whole number of tokens of {width}",
-            hint="choose another `--data-format`, or fetch the file again",
+            "choose another `--data-format`, or fetch the file again",
         )
     return 0, width
 
@@ -100,7 +100,7 @@ def decoded_shards(shards: Text, tokenizer: "Tokenizer") -> Text:
     if shards.pieces and not text:
         raise ArbError(
             f"the tokens of `{shards.pieces[0][0]}` are not text in `{tokenizer.name}`",
-            hint="name the tokenizer that made the shard, or another `--data-format`",
+            "name the tokenizer that made the shard, or another `--data-format`",
         )
     return text
 
@@ -128,7 +128,7 @@ def _chunks(
             raise ArbError(
                 f"`{path}` has the token {largest:,}, and `{tokenizer.name}` has"
                 f" {tokenizer.size:,} tokens",
-                hint="name the tokenizer that made the shard, or another `--data-format`",
+                "name the tokenizer that made the shard, or another `--data-format`",
             )
         rest = 0
         for at in np.flatnonzero(np.isin(tokens, special)).tolist():

@@ -29,10 +29,10 @@ def stdin_file() -> Path:
     if sys.stdin is None or sys.stdin.isatty():
         raise ArbError(
             "`-` is standard input, and nothing is piped to it",
-            hint="pipe a text, as in `cat book.txt | arb train --data -`, or name a file",
+            "pipe a text, as in `cat book.txt | arb train --data -`, or name a file",
         )
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ArbError("several processes cannot share standard input", hint="name a file")
+        raise ArbError("several processes cannot share standard input", "name a file")
     digest = sha256()
     with (
         os_errors("read", "standard input", "free some space, or name a file"),
@@ -71,7 +71,7 @@ def _check_name(name: object, file: Path) -> None:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ArbError(
             f"`{file}` names `{shown(name)}`, which is not in its folder",
-            hint="save the dataset again with `save_to_disk`",
+            "save the dataset again with `save_to_disk`",
         )
 
 
@@ -87,7 +87,7 @@ def hub_files(entry: str) -> list[Path]:
     if not name or (split is not None and not NAME.fullmatch(split)):
         raise ArbError(
             f"`{entry}` names no dataset",
-            hint="write `hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:CONFIG:SPLIT`",
+            "write `hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:CONFIG:SPLIT`",
         )
     hint = "check its name, and the connection to the hub; or name files"
     with library_errors(f"`{entry}` cannot be loaded", hint, (OSError,)):
@@ -102,5 +102,5 @@ def hub_files(entry: str) -> list[Path]:
 def _several_splits(name: str, splits: list[str], separator: str) -> ArbError:
     return ArbError(
         f"`{name}` has the splits {quoted(splits) or 'of nothing'}",
-        hint=f"name one of them, as in `{name}{separator}train`",
+        f"name one of them, as in `{name}{separator}train`",
     )

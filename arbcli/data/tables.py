@@ -28,7 +28,7 @@ def rows_of(path: Path) -> Iterator[bytes]:
             except TypeError as error:  # such as bytes, or a date
                 raise ArbError(
                     f"`{path}` has a column that JSON has no form for: {error}",
-                    hint="leave the column out",
+                    "leave the column out",
                 ) from None
             yield text.encode() + b"\n"
 
@@ -101,7 +101,7 @@ def _column_index(schema: Any, path: Path, field: str) -> int:
     if field not in schema.names:
         raise ArbError(
             f"`{path}` has no column `{field}`",
-            hint=f"choose one of: {', '.join(f'`{name}`' for name in schema.names)}",
+            f"choose one of: {', '.join(f'`{name}`' for name in schema.names)}",
         )
     index = schema.names.index(field)
     if schema.types[index].num_fields:
@@ -110,9 +110,7 @@ def _column_index(schema: Any, path: Path, field: str) -> int:
 
 
 def _no_text(path: Path, field: str) -> ArbError:
-    return ArbError(
-        f"the column `{field}` of `{path}` has no text", hint="name another with `--field`"
-    )
+    return ArbError(f"the column `{field}` of `{path}` has no text", "name another with `--field`")
 
 
 def _drop_missing(value: Any) -> Any:
@@ -132,6 +130,5 @@ def _value(value: Any, path: Path, field: str) -> Any:
         return value.as_py()
     except UnicodeDecodeError as error:
         raise ArbError(
-            f"`{path}` cannot be read: a value of `{field}` is not UTF-8: {error.reason}",
-            hint=DAMAGED,
+            f"`{path}` cannot be read: a value of `{field}` is not UTF-8: {error.reason}", DAMAGED
         ) from None

@@ -37,8 +37,7 @@ def members(plain: Path, path: Path, suffix: str) -> Iterator[tuple[str, bytes]]
         if not places:
             raise ArbError(
                 f"`{path}` has no members that end in {suffix}",
-                hint="without `--field` the .txt members are read, with it a field of the .json"
-                " members",
+                "without `--field` the .txt members are read, with it a field of the .json members",
             )
         for _, name, start, size in places:
             file.seek(start)
@@ -60,13 +59,13 @@ def _places(archive: Any, path: Path, suffix: str) -> Iterator[tuple[str, str, i
         if file_name.startswith(".") or not file_name.lower().endswith(suffix) or member.isdir():
             continue
         if not member.isreg() or member.issparse():
-            raise ArbError(f"`{member.name}` in `{path}` is not a regular file", hint=OTHER_MEMBERS)
+            raise ArbError(f"`{member.name}` in `{path}` is not a regular file", OTHER_MEMBERS)
         if member.size < 0:
             raise tarfile.ReadError("a member has a negative size")
         if member.size > MEMBER_BYTES:
             raise ArbError(
                 f"`{member.name}` in `{path}` has more than {MEMBER_BYTES:,} bytes",
-                hint="split it, or save its text as a plain file",
+                "split it, or save its text as a plain file",
             )
         key = f"{folder}/{file_name.partition('.')[0]}"
         yield key, member.name, member.offset_data, member.size

@@ -208,7 +208,7 @@ class Text:
         if is_shorter:
             raise ArbError(
                 f"`{path}` has become shorter since the text was opened",
-                hint="restore it, and leave the text alone while it is in use",
+                "restore it, and leave the text alone while it is in use",
             )
         return mapped
 
@@ -267,7 +267,7 @@ def check_is_bytes(token_bytes: int) -> None:
     if token_bytes > 1:
         raise ArbError(
             "the text is of shards of tokens, and the model reads bytes",
-            hint="name the tokenizer that made them: `--tokenizer tokenizer.json`",
+            "name the tokenizer that made them: `--tokenizer tokenizer.json`",
         )
 
 
@@ -323,8 +323,7 @@ def batch_starts(
     if not text.windows(context + 1):
         raise ValueError(f"a text of {len(text)} bytes has no window of {context} + 1 bytes")
     # torch.Generator only uses 32 bits of its seed on the CPU, too few for long runs
-    key = f"arb batch {seed} {step} {micro}".encode()
-    return text.starts(key, batch_size, context + 1)
+    return text.starts(f"arb batch {seed} {step} {micro}".encode(), batch_size, context + 1)
 
 
 def held_out_batch(

@@ -81,7 +81,7 @@ class Tokenizer:
             self.beginning = self._find_beginning()
             """Tokens before a prompt, such as Llama 3's `<|begin_of_text|>`."""
         if self.size < 2:
-            raise ArbError(f"`{name}` has fewer than two tokens", hint="name another tokenizer")
+            raise ArbError(f"`{name}` has fewer than two tokens", "name another tokenizer")
 
     def _find_beginning(self) -> list[int]:
         """Return the tokens that the tokenizer's post-processor adds before a text."""
@@ -183,7 +183,7 @@ def _check_growth(tokenizer: Any, name: str) -> None:
             raise ArbError(
                 f"`{name}` may make a text {growth:,.0f} times as long, and the limit is"
                 f" {MOST_GROWTH}",
-                hint="shorten its replacements",
+                "shorten its replacements",
             )
 
 

@@ -41,19 +41,19 @@ FAMILIES = {
     "ahead": Family(ahead=("ahead",)),
     "compressed": Family(
         mixers=("compressed",), form="compressed", losses=("indexer",),
-        presets=("arb-long", "arb-deep-small", "arb-deep"),
+        presets=("arb-long", "arb-deep-small", "arb-deep")
     ),
     "experts": Family(channels=("experts",), modifies=True),
     "graph": Family(
         beside=("sequencer", "memgram"), books=("codebook", "quantiser"), memories=("memories",),
-        form="graph", presets=("arb-tiny", "arb-3b"), losses=("ponder",),
+        form="graph", presets=("arb-tiny", "arb-3b"), losses=("ponder",)
     ),
     "hnet": Family(
         chunking=("chunking",), form="hnet", losses=("ratio",),
         presets=(
             "hnet-tiny", "hnet-small", "hnet-base", "hnet-every", "hnet-long", "hnet-code",
             "hnet-two-stage",
-        ),
+        )
     ),
     "latent": Family(mixers=("latent",)),
     "mamba": Family(mixers=("mamba",)),

@@ -41,11 +41,11 @@ class Request:
             ArbError: the prompt is empty, or the length is out of range.
         """
         if not self.prompt:
-            raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
+            raise ArbError("the prompt is empty", "give at least one byte, such as a newline")
         if self.length < 1 or self.positions > LONGEST_TEXT:
             raise ArbError(
                 f"`length` is {self.length:,} after a prompt of {len(self.prompt):,} bytes",
-                hint=f"use at least 1, and at most {LONGEST_TEXT:,} with the prompt",
+                f"use at least 1, and at most {LONGEST_TEXT:,} with the prompt",
             )
 
     @property
@@ -63,7 +63,7 @@ def check_batch(batch: int | None) -> int:
     if batch is None:
         return DEFAULT_BATCH
     if not 1 <= batch <= MOST_TEXTS:
-        raise ArbError(f"`--batch` is {batch}", hint=f"use 1 to {MOST_TEXTS}")
+        raise ArbError(f"`--batch` is {batch}", f"use 1 to {MOST_TEXTS}")
     return batch
 
 

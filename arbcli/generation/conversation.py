@@ -62,16 +62,13 @@ class Conversation:
 
     def answered(self, output: bytes) -> None:
         """Append the model's answer."""
-        text = output.decode(errors="replace")
-        self.messages.append({"role": "assistant", "content": text})
+        self.messages.append({"role": "assistant", "content": output.decode(errors="replace")})
 
     def _message(self, role: str, content: bytes) -> Message:
         """Return a message, whose text must have no special token."""
         text = content.decode(errors="replace")
         if names := [name for name in self._tokenizer.specials if name in text]:
-            raise ArbError(
-                f"the message contains the special token `{names[0]}`", hint="rephrase it"
-            )
+            raise ArbError(f"the message contains the special token `{names[0]}`", "rephrase it")
         return {"role": role, "content": text}
 
     def _tokens(self, messages: list[Message]) -> list[int]:

@@ -102,7 +102,7 @@ class Decoder:
         if positions > LONGEST_TEXT:
             raise ArbError(
                 f"prompt and generated text have {positions:,} bytes",
-                hint=f"use a `--length` such that they have at most {LONGEST_TEXT:,}",
+                f"use a `--length` such that they have at most {LONGEST_TEXT:,}",
             )
         device = self.device = model.device
         self.model, self.backend = model, backend or default_backend(device)
@@ -236,7 +236,7 @@ class Decoder:
         on_logits: Callable[[Tensor], None] | None = None,
     ) -> None:
         if not symbols:
-            raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
+            raise ArbError("the prompt is empty", "give at least one byte, such as a newline")
         length, shortest = self.lengths.get(slot, 0), self._shortest_prompt
         if not length and len(symbols) < shortest:
             raise ValueError(f"a prompt of {shortest} bytes was expected, got {len(symbols)}")
@@ -371,9 +371,9 @@ class Decoder:
             return None
         speculation = import_module(SPECULATION)
         if not 1 <= ahead <= speculation.MOST_AHEAD:
-            raise ArbError(f"`--ahead` is {ahead}", hint=f"use 1 to {speculation.MOST_AHEAD}")
+            raise ArbError(f"`--ahead` is {ahead}", f"use 1 to {speculation.MOST_AHEAD}")
         if len(self._caches) > 1:
-            raise ArbError("`--ahead` is for a single text", hint="leave it out, or give one text")
+            raise ArbError("`--ahead` is for a single text", "leave it out, or give one text")
         from arbcli.generation.option_checks import check_ahead
 
         check_ahead(model.config, ahead)
@@ -381,12 +381,12 @@ class Decoder:
             if model.cache_format.stored:
                 raise ArbError(
                     f"`--ahead` does not work with a cache in {model.cache_dtype}",
-                    hint="leave `--kv` or `--ahead` out",
+                    "leave `--kv` or `--ahead` out",
                 )
             if not speculation.can_check(model):
                 raise ArbError(
                     "this model does not support `--ahead`",
-                    hint="leave `--ahead` out; docs/models.md says which models can",
+                    "leave `--ahead` out; docs/models.md says which models can",
                 )
             return speculation.Checks(model, self.cache, size) if size > 1 else None
 
@@ -438,8 +438,7 @@ class Decoder:
         if joined:
             from arbcli.generation.step_graph import StepGraph
 
-            step = StepGraph(self._eager, graphs, self.device)
-            self._phases = [Phase(0, step.replay)]
+            self._phases = [Phase(0, StepGraph(self._eager, graphs, self.device).replay)]
         else:
             self._phases = [*map(_replayed, self._eager, graphs)]
         if self.checks is not None:

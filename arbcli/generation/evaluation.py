@@ -265,8 +265,7 @@ def _average_positions(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
     buckets, first = [], 0
     while first < len(sums):
         end = min(len(sums), max(NEAR, 2 * first))
-        nats = float(sums[first:end].mean()) / count
-        buckets.append(OfPositions(first, end - 1, nats))
+        buckets.append(OfPositions(first, end - 1, float(sums[first:end].mean()) / count))
         first = end
     return tuple(buckets)
 
@@ -318,7 +317,7 @@ def evaluate(
     elif text.source is text:
         text = tokenised(text, model.tokenizer)
     if documents is None and len(text) < 2:
-        raise ArbError("a text of one byte has nothing to predict", hint="name a longer text")
+        raise ArbError("a text of one byte has nothing to predict", "name a longer text")
     started, symbol_bytes = time.perf_counter(), text.symbol_bytes
     predicted = (len(text) - 1) * symbol_bytes if documents is None else documents.learnt_bytes
     media: MediaLosses | None = None

@@ -125,8 +125,7 @@ def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
     name, checkpoint = _with_context(*read_saved(path, note, accept_weights))
     model = empty_model(checkpoint, weights_only=True)
     model.load_state_dict(checkpoint.tensors, assign=True)
-    compute = _trained_in(name, checkpoint, torch.device("cpu"))
-    return Weights(model, checkpoint, name, compute)
+    return Weights(model, checkpoint, name, _trained_in(name, checkpoint, torch.device("cpu")))
 
 
 def accept_weights(checkpoint: Checkpoint) -> set[str]:
@@ -233,7 +232,7 @@ def saved_config(checkpoint: Checkpoint) -> ModelConfig:
     except TypeError as error:
         raise ArbError(
             f"the model is of another version of arb: {error}",
-            hint="load it with the version that wrote it",
+            "load it with the version that wrote it",
         ) from None
 
 
@@ -253,7 +252,7 @@ def check_saved(checkpoint: Checkpoint) -> None:
     if blocks > len(tensors):  # to build them takes 5 ms each
         raise ArbError(
             f"it has {len(tensors)} tensors, and its configuration {blocks} blocks",
-            hint="the file was modified: use another one",
+            "the file was modified: use another one",
         )
     check_layout(tensors, empty_model(checkpoint).state_dict())
     size = sum(tensor.nbytes for tensor in tensors.values())

@@ -22,7 +22,7 @@ def check_stride(config: ModelConfig, stride: int | None) -> int:
     if not 1 <= stride <= context:
         raise ArbError(
             f"`--stride` is {stride}, and a window has {context} bytes",
-            hint=f"use 1 to {context}: a smaller one gives each byte more context, and is slower",
+            f"use 1 to {context}: a smaller one gives each byte more context, and is slower",
         )
     return stride
 
@@ -41,7 +41,7 @@ def check_masked_option(config: ModelConfig, option: str, value: int | None) -> 
     if value is not None and not config.is_masked:
         raise ArbError(
             f"`{option}` only applies to masked models, and this one reads from left to right",
-            hint=f"leave `{option}` out",
+            f"leave `{option}` out",
         )
 
 
@@ -54,7 +54,7 @@ def check_ahead(config: ModelConfig, ahead: int) -> None:
     if ahead > 1 and config.vocabulary > VOCABULARY:
         raise ArbError(
             "`--ahead` only works with models of bytes, and this one has a tokenizer",
-            hint="leave `--ahead` out",
+            "leave `--ahead` out",
         )
 
 
@@ -67,7 +67,7 @@ def check_fills(config: ModelConfig) -> None:
     if not config.fills:
         raise ArbError(
             "this model predicts the next byte and cannot fill holes",
-            hint="train one with `arb train --objective fill`, or use `--prompt TEXT`",
+            "train one with `arb train --objective fill`, or use `--prompt TEXT`",
         )
 
 
@@ -80,5 +80,5 @@ def check_document_options(field: str | None, stride: int | None) -> None:
     if stride is not None and has_documents(field):
         raise ArbError(
             f"`--stride` does not apply to `--field {field}`, whose documents are read once",
-            hint="leave `--stride` out",
+            "leave `--stride` out",
         )

@@ -41,10 +41,10 @@ def read_prompts(
         try:
             requests.append(_request(_fields(line), len(requests), length, sampling))
         except ArbError as error:
-            raise ArbError(f"line {number} of `{name}`: {error}", hint=error.hint) from error
+            raise ArbError(f"line {number} of `{name}`: {error}", error.hint) from error
     if not requests:
         raise ArbError(
-            f"there is no prompt in `{name}`", hint='write one JSON a line: {"prompt": "It was"}'
+            f"there is no prompt in `{name}`", 'write one JSON a line: {"prompt": "It was"}'
         )
     return requests
 
@@ -55,22 +55,18 @@ def _fields(line: bytes) -> dict[str, Any]:
     except ValueError as error:
         shown = line.decode(errors="replace").strip()
         shown = shown if len(shown) <= SHOWN_LENGTH else f"{shown[:SHOWN_LENGTH]}..."
-        raise ArbError(
-            f"`{shown}` is not JSON", hint='write {"prompt": "It was"}, in UTF-8'
-        ) from error
+        raise ArbError(f"`{shown}` is not JSON", 'write {"prompt": "It was"}, in UTF-8') from error
     if isinstance(value, str):
         value = {"prompt": value}
     if not isinstance(value, dict) or "prompt" not in value:
-        raise ArbError("there is no `prompt`", hint='write {"prompt": "It was"}')
+        raise ArbError("there is no `prompt`", 'write {"prompt": "It was"}')
     for name, field in value.items():
         if name not in FIELDS:
-            raise ArbError(f"no field is named `{name}`", hint=f"use some of: {quoted(FIELDS)}")
+            raise ArbError(f"no field is named `{name}`", f"use some of: {quoted(FIELDS)}")
         kind = FIELDS[name]
         if not is_of(field, kind):
             words = {str: "a string", int: "an integer", float: "a number"}
-            raise ArbError(
-                f"`{name}` is {json.dumps(field)[:SHOWN_LENGTH]}", hint=f"give {words[kind]}"
-            )
+            raise ArbError(f"`{name}` is {json.dumps(field)[:SHOWN_LENGTH]}", f"give {words[kind]}")
     return value
 
 
@@ -82,7 +78,7 @@ def _request(fields: dict[str, Any], index: int, length: int, sampling: Sampling
     try:
         prompt = fields["prompt"].encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
-        raise ArbError("`prompt` has an unpaired surrogate", hint="use valid Unicode") from error
+        raise ArbError("`prompt` has an unpaired surrogate", "use valid Unicode") from error
     return Request(
         prompt=prompt,
         length=fields.get("length", length),

@@ -33,4 +33,4 @@ class Sampling:
             ("seed", self.seed, 0 <= self.seed < 2**31, f"0 to {2**31 - 1}"),
         ):
             if not fits:
-                raise ArbError(f"`--{option}` is {value}", hint=f"use {hint}")
+                raise ArbError(f"`--{option}` is {value}", f"use {hint}")

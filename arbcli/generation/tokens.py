@@ -29,13 +29,13 @@ def check_vocabulary(config: ModelConfig, tokenizer: "Tokenizer | None", name: s
     if tokenizer is None and config.vocabulary != VOCABULARY:
         raise ArbError(
             f"the model reads {config.vocabulary:,} tokens, and there is no tokenizer",
-            hint="name the file that made them: `--tokenizer tokenizer.json`",
+            "name the file that made them: `--tokenizer tokenizer.json`",
         )
     if tokenizer is not None and tokenizer.size > config.vocabulary:
         raise ArbError(
             f"`{name}` has tokens up to {tokenizer.size - 1:,}, and the model's vocabulary has"
             f" {config.vocabulary:,}",
-            hint="use the model's own tokenizer, or a larger `vocabulary`",
+            "use the model's own tokenizer, or a larger `vocabulary`",
         )
 
 
@@ -59,7 +59,7 @@ def saved_tokenizer(
     if not path.exists():
         raise ArbError(
             f"the model of `{file}` needs its tokenizer, and there is no `{path}`",
-            hint=f"copy the run's `{TOKENIZER}` to this folder",
+            f"copy the run's `{TOKENIZER}` to this folder",
         )
     from arbcli.data.special_tokens import stop_tokens  # models of bytes have none
     from arbcli.data.tokens import Tokenizer
@@ -85,7 +85,7 @@ def check_digest(tokenizer: "Tokenizer", digest: str | None, path: Path) -> None
     if digest not in (None, tokenizer.digest):
         raise ArbError(
             f"`{path}` is not the tokenizer that the model was trained with",
-            hint="restore the tokenizer of the run",
+            "restore the tokenizer of the run",
         )
 
 

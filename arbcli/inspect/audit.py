@@ -135,13 +135,12 @@ def check_fit(
     )
     fits = peak.evaluated_bytes <= budget
     advice = None if fits else _what_fits(config, peak, budget, progress)
-    seconds = time.perf_counter() - started
     return FitReport(
         budget_bytes=budget,
         predicted_peak=peak,
         fits=fits,
         advice=advice,
-        seconds=round(seconds, 1),
+        seconds=round(time.perf_counter() - started, 1),
     )
 
 
@@ -183,8 +182,7 @@ def _what_fits(
                 continue
             accum = config.accum * config.batch // batch
             smaller = f"--batch {batch} --accum {accum}{words}"
-            report = predict_with(smaller, batch=batch, accum=accum, **changes)
-            if report.evaluated_bytes <= budget:
+            if predict_with(smaller, batch=batch, accum=accum, **changes).evaluated_bytes <= budget:
                 fitting.append(smaller)
                 break
         if fitting:
@@ -260,11 +258,10 @@ def audit(
     peak_bytes = max(level.peak_bytes for level in levels[1:])
     state, measured = predict_run(config), measure(trainer.model, trainer.updater)
     expected = state.total.state_bytes if state_bytes is None else state_bytes
-    ends = [level.live_bytes for level in levels if level.stage == "end"]
     checks = (
         _check_floats(measured),
         _check_prediction(expected, measured, loaded_bytes),
-        check_levels(ends),
+        check_levels([level.live_bytes for level in levels if level.stage == "end"]),
     )
     return AuditReport(
         **{name: getattr(config, name) for name in OF_RUN},

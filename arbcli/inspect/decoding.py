@@ -166,7 +166,7 @@ def audit_decoding(config: TrainConfig, prefill: int) -> DecodingAudit:
 def _held_out(text: Text, length: int, device: str) -> Tensor:
     """Return the first symbols of a held-out window, (length,) int64."""
     if text.packs:
-        raise ArbError("decoding is measured on plain text", hint="name a text with `--data`")
+        raise ArbError("decoding is measured on plain text", "name a text with `--data`")
     return held_out_batch(text, 0, 1, length, device)[0][0]
 
 

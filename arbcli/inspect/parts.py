@@ -67,8 +67,7 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
                         yield from _blocks(f"{path}.{child}", part, blocks)
         elif name == "blocks":
             main = config.main
-            shape = _words(_stream(main))
-            yield _part(name, [module], kind="stage", shape=shape)
+            yield _part(name, [module], kind="stage", shape=_words(_stream(main)))
             yield from _blocks(name, model.blocks, main.blocks)
         elif name == "head" and config.tied:
             yield _part(name, [module], kind=name, shape="that of the embedding")

@@ -18,13 +18,7 @@ from arbcli.config.training import TrainConfig
 from arbcli.data.files import has_documents
 from arbcli.data.text import Text, Texts
 from arbcli.inspect.allocator import Allocator
-from arbcli.inspect.trace import (
-    META,
-    Storages,
-    calling_function,
-    no_compiler,
-    no_memory,
-)
+from arbcli.inspect.trace import META, Storages, calling_function, no_compiler, no_memory
 from arbcli.kernels.runtime.arguments import dtype_name
 from arbcli.kernels.runtime.backend import compile_for, gpu_of
 from arbcli.kernels.runtime.device import COMPUTE, deterministic
@@ -322,13 +316,7 @@ def predict_peak(
     group = _Imagined(rank, size) if size > 1 else None
     captured = captured and config.backend == "triton"
     trace, teacher = _Trace(device), read_teacher(config)
-    with (
-        deterministic(),
-        compile_for(*_gpu(device)),
-        no_compiler(),
-        trace,
-        no_memory(device),
-    ):
+    with deterministic(), compile_for(*_gpu(device)), no_compiler(), trace, no_memory(device):
         text = _AnyText(config)
         known = teacher and teacher.checkpoint
         trainer = Trainer(config, Texts(text, text, ""), group=group, teacher=known)

@@ -35,7 +35,7 @@ def require_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         raise ArbError(
             "`--plot` needs matplotlib",
-            hint="install it with `pip install 'arb[plot]'`, or leave `--plot` out",
+            "install it with `pip install 'arb[plot]'`, or leave `--plot` out",
         )
 
 
@@ -48,7 +48,7 @@ def plot_training(run: Path, png: Path) -> None:
     facts = read_json(run / CONFIG, {"text": dict, "text.entropy": float})
     records = read_records(run)
     if not records:
-        raise ArbError(f"`{run}` has no records", hint="give the directory of a run")
+        raise ArbError(f"`{run}` has no records", "give the directory of a run")
     figure, (axes,) = _figure(1)
     evaluated = [record for record in records if record.get("val_loss") is not None]
     axes.plot(*_points(records, "loss"), color=BLUE, linewidth=1.2, label="training")
@@ -132,14 +132,12 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     loss.plot(*_points(readings, "val_loss"), "o-", color=ORANGE, markersize=4, label="held out")
     steps, losses = _points(readings[1:], "loss")
     # a step's own loss is measured before its update
-    before = [step - 1 for step in steps]
-    loss.plot(before, losses, color=BLUE, linewidth=1.2, label="training")
+    loss.plot([step - 1 for step in steps], losses, color=BLUE, linewidth=1.2, label="training")
     _mark_losses(loss, report["text_entropy"], report["uniform_loss"])
     loss.legend(frameon=False, fontsize=8)
     _label(loss, "loss", "steps done", "nats a symbol")
 
-    spread = _points(readings, "logit_spread")
-    logits.plot(*spread, "o-", color=BLUE, markersize=4)
+    logits.plot(*_points(readings, "logit_spread"), "o-", color=BLUE, markersize=4)
     logits.set_ylim(bottom=0)
     logits.axhline(LEAST_SPREAD, color=FAINT, linestyle=":", linewidth=1)
     _label(logits, "spread of logits", "steps done", "standard deviation")

@@ -158,21 +158,17 @@ def examine(
     if config.model.is_masked:
         raise ArbError(
             "a probe reads bytes from left to right, and the model predicts hidden ones",
-            hint="follow a masked run by the losses that `arb train` logs",
+            "follow a masked run by the losses that `arb train` logs",
         )
     if trainer.texts.val.packs:
         raise ArbError(
-            "a probe reads plain text, and these are documents", hint="name a text with `--data`"
+            "a probe reads plain text, and these are documents", "name a text with `--data`"
         )
     ids, targets, *_ = held_out_batch(trainer.texts.val, 0, windows, context, device)
     held_out = ids, targets
     starts = [0, *(2**bit for bit in range((context - 1).bit_length()))]
     peak = 0
-    with (
-        use_backend(config.backend),
-        _live_counter(device) as live_bytes,
-        _Watch(trainer) as watch,
-    ):
+    with use_backend(config.backend), _live_counter(device) as live_bytes, _Watch(trainer) as watch:
         acausal, acausal_layers = _count_acausal(trainer.model, held_out[0])
         before = _Stepped(None, None, None, live_bytes())
         readings = [_read(trainer, watch, *held_out, starts, before)]
@@ -229,8 +225,7 @@ class _Watch:
             self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
             self._handles.append(module.register_forward_hook(partial(self._leave, name)))
             if isinstance(module, HyperConnection):
-                hook = partial(self._range, name)
-                self._handles.append(module.register_forward_pre_hook(hook))
+                self._handles.append(module.register_forward_pre_hook(partial(self._range, name)))
         for name, weight in self.trainer.model.packed_tensors().items():
             if isinstance(weight, StreamedTensor):
                 weight.sink = partial(self._take, name)
@@ -447,8 +442,7 @@ def _parts_of_blocks(model: LanguageModel) -> list[tuple[str | None, str | None]
     parts = []
     for index, block in enumerate(model.blocks):
         names = iter([f"blocks.{index}.{branch.part.name}" for branch in block.branches])
-        config = model.config.main.blocks[index]
-        mixer = next(names) if config.mixer else None
+        mixer = next(names) if model.config.main.blocks[index].mixer else None
         parts.append((mixer, next(names, None)))
     return parts
 
@@ -524,8 +518,7 @@ def _projected(model: LanguageModel) -> Iterator[list[Tensor]]:
         along = along * 2.0**0.5 % 1 - 0.5  # uniform, of variance 1/12
         projections.append(x @ along[:, None] * (12 / x.shape[2]) ** 0.5)
 
-    layers = [model.embedding, *model.blocks]
-    handles = [layer.register_forward_hook(take) for layer in layers]
+    handles = [layer.register_forward_hook(take) for layer in [model.embedding, *model.blocks]]
     try:
         yield projections
     finally:

@@ -175,7 +175,7 @@ def list_runs(folder: Path) -> list[Path]:
         with os.scandir(folder) as entries:
             directories = [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError as error:
-        raise ArbError(f"cannot read `{folder}`: {error.strerror}", hint="name a folder") from None
+        raise ArbError(f"cannot read `{folder}`: {error.strerror}", "name a folder") from None
     return sorted(run for run in directories if run.name.isprintable() and _has_files(run))
 
 
@@ -276,11 +276,11 @@ def compare_runs(paths: Sequence[Path]) -> RunComparison:
     """
     for number, path in enumerate(paths):
         if path.resolve() in [other.resolve() for other in paths[:number]]:
-            raise ArbError(f"`{path}` is named twice", hint="name each run once")
+            raise ArbError(f"`{path}` is named twice", "name each run once")
     runs = [read_run(path) for path in paths]
     for run in runs:
         if not run.step:
-            raise ArbError(f"`{run.run}` has no records", hint="leave it out, or train it first")
+            raise ArbError(f"`{run.run}` has no records", "leave it out, or train it first")
     differing = differing_settings(runs)
     grouped: dict[str, list[RunSummary]] = {}
     for run in runs:

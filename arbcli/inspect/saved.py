@@ -221,13 +221,12 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
         ArbError: it is nothing that arb writes, or it is damaged.
     """
     if not path.exists():
-        raise ArbError(f"there is no `{path}`", hint="name a run, a checkpoint or an export")
+        raise ArbError(f"there is no `{path}`", "name a run, a checkpoint or an export")
     if path.is_dir() and any((path / name).exists() for name in (WEIGHTS, INDEX)):
         return _open_plain(path, "hf", ModelFolder(path))
     saved = partial(read_saved, path, note)
     if path.is_dir():
-        packed = _open_packed(*saved())
-        return dataclasses.replace(packed, kind="run", run=_run_facts(path, note))
+        return dataclasses.replace(_open_packed(*saved()), kind="run", run=_run_facts(path, note))
     with open_regular(path) as file:
         head = file.read(len(MAGIC))
     if head == MAGIC:

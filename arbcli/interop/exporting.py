@@ -64,7 +64,7 @@ def export(
         known = quoted(TYPES_OF[format])
         raise ArbError(
             f"`--to {format}` has no type `{kind}`",
-            hint=f"choose one of: {known}" if known else "leave `--type` out",
+            f"choose one of: {known}" if known else "leave `--type` out",
         )
     started = time.perf_counter()
     name, path = name_of(source), output_path(source, format, out)
@@ -72,17 +72,17 @@ def export(
     if weights.model.config.digits in FADED:
         raise ArbError(
             f"the weights of `{weights.path}` are fading from all digits to the trit",
-            hint="export a checkpoint of the end of the run",
+            "export a checkpoint of the end of the run",
         )
     if weights.model.config.composite and format == "gguf":
         raise ArbError(
             f"`--to {format}` has no composite head, and this model has one",
-            hint="use `--to safetensors`",
+            "use `--to safetensors`",
         )
     if weights.model.config.fills and format != "safetensors":
         raise ArbError(
             f"`--to {format}` is for models of the next byte alone, and this one fills holes",
-            hint="use `--to safetensors`",
+            "use `--to safetensors`",
         )
     type_name = "trits" if weights.model.config.digits == "trit" else "all digits"
     if format == "gguf":
@@ -90,11 +90,10 @@ def export(
     elif format == "hf":
         type_name = hugging_face.write_folder(path, weights, name, kind) or type_name
     else:
-        about = {"origin": weights.origin, "compute": weights.compute}
         checkpoint = dataclasses.replace(
             weights.checkpoint,
             counters={},
-            data=weights.checkpoint.data | about,
+            data=weights.checkpoint.data | {"origin": weights.origin, "compute": weights.compute},
             tensors=weights.model.state_dict(),
         )
         write_checkpoint(path, checkpoint)

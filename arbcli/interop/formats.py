@@ -37,5 +37,5 @@ def output_path(source: Path, format: str, out: Path | None) -> Path:
     """
     path = out or Path(NAMES[format].format(name_of(source)))
     if path.exists():
-        raise ArbError(f"`{path}` exists", hint="remove it, or choose another `--out`")
+        raise ArbError(f"`{path}` exists", "remove it, or choose another `--out`")
     return path

@@ -20,12 +20,7 @@ from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER, checkpoints
 from arbcli.config.layer_spec import SCALE_TYPES, VOCABULARY
 from arbcli.config.model import ModelConfig
 from arbcli.interop.huggingface.companions import copy_companions, read_companion, write_companion
-from arbcli.interop.huggingface.config_json import (
-    NAME,
-    OF_TRITS,
-    model_name,
-    read_folder_config,
-)
+from arbcli.interop.huggingface.config_json import NAME, OF_TRITS, model_name, read_folder_config
 from arbcli.interop.huggingface.dense import Part, known_shape, sources
 from arbcli.interop.huggingface.folder import WeightFolder, check_tensors
 from arbcli.interop.rounding import are_ternary, group_peaks, put, put_trits
@@ -106,13 +101,13 @@ def import_folder(
     """
     started = time.perf_counter()
     if checkpoints(run) or (run / CONFIG).exists():
-        raise ArbError(f"`{run}` already contains a run", hint="choose another `--out`")
+        raise ArbError(f"`{run}` already contains a run", "choose another `--out`")
     config = read_folder_config(source, ignored, **storage, digits="all")
     values = read_json(source / CONFIG)
     if known_shape(config).sub_norms:
         raise ArbError(
             f"`{source}` is an export of a model with sub-norms",
-            hint="load the checkpoint that it was exported from",
+            "load the checkpoint that it was exported from",
         )
     if (source / TOKENIZER).exists():
         _check_tokens(source / TOKENIZER, config.vocabulary)
@@ -185,11 +180,11 @@ def _check_tokens(path: Path, vocabulary: int) -> None:
         last = max([*(words.values() if isinstance(words, dict) else [len(words) - 1]), *added])
         is_larger = last >= vocabulary
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ArbError(f"`{path}` is not a tokenizer", hint=ALTERED) from None
+        raise ArbError(f"`{path}` is not a tokenizer", ALTERED) from None
     if is_larger:
         raise ArbError(
             f"`{path}` has tokens up to {last:,}, and the model has rows for {vocabulary:,}",
-            hint="remove the token that was added without a row, or resize the embedding",
+            "remove the token that was added without a row, or resize the embedding",
         )
     if find_spec("tokenizers"):  # importing needs it for no more than this check
         imported("arbcli.data.tokens:Tokenizer").read(path)
@@ -222,7 +217,7 @@ def _round(
         if not weight.isfinite().all():
             raise ArbError(
                 f"`{folder.path}`: `{part.hugging_face}` has a weight that is not finite",
-                hint="get the model again: it is damaged, or its training failed",
+                "get the model again: it is damaged, or its training failed",
             )
         rows = slice(part.rows.start + chunk.start, part.rows.start + chunk.stop)
         if tensor.reads_digits or isinstance(tensor, VectorWeight):
@@ -233,8 +228,7 @@ def _round(
         error += float(apart.double().square_().sum())
         squares += float(weight.double().square_().sum())
         largest = max(largest, float(weight.abs().max()))
-    count = math.prod(part.shape)
-    size = math.sqrt(squares / count)
+    size = math.sqrt(squares / math.prod(part.shape))
     outliers = 0
     if largest >= OUTLIER * size > 0:
         for chunk in _chunks(part, width):

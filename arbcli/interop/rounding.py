@@ -237,8 +237,7 @@ def _round_chunks(
     v = torch.empty(rows, groups, dtype=torch.int32)
     for some in torch.arange(rows).split(max(1, ROUNDED_AT_ONCE // (groups * group_size))):
         here = slice(int(some[0]), int(some[-1]) + 1)
-        padded = functional.pad(weight[here], (0, groups * group_size - columns))
-        flat = padded.view(-1, group_size)
+        flat = functional.pad(weight[here], (0, groups * group_size - columns)).view(-1, group_size)
         used = flat.any(dim=1)
         levels, places = torch.zeros_like(flat), torch.full((len(flat),), zero, dtype=torch.int32)
         if used.any():

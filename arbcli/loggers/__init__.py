@@ -10,12 +10,7 @@ from arbcli.base.errors import ArbError, quoted
 if TYPE_CHECKING:
     from arbcli.loggers.base import Logger
 
-LOGGERS = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
-}
+LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 """Packages by name of the logger; the module `NAME_log` here has a class `Logger`."""
 
 
@@ -26,12 +21,11 @@ def check_logger(name: str) -> None:
         ArbError: the logger is unknown, or its package is missing.
     """
     if name not in LOGGERS:
-        raise ArbError(f"no logger is named `{name}`", hint=f"choose one of: {quoted(LOGGERS)}")
+        raise ArbError(f"no logger is named `{name}`", f"choose one of: {quoted(LOGGERS)}")
     package = LOGGERS[name]
     if importlib.util.find_spec(package) is None:
         raise ArbError(
-            f"`--log {name}` needs the package {package}",
-            hint=f"install it: `pip install {package}`",
+            f"`--log {name}` needs the package {package}", f"install it: `pip install {package}`"
         )
 
 
@@ -51,5 +45,5 @@ def find_logger(name: str, tell: Callable[[str], None]) -> "Logger":
     except ImportError as error:
         raise ArbError(
             f"`--log {name}` cannot be used: {error}",
-            hint=f"install it again: `pip install --upgrade {LOGGERS[name]}`",
+            f"install it again: `pip install --upgrade {LOGGERS[name]}`",
         ) from None

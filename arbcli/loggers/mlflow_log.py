@@ -18,8 +18,7 @@ class Logger(base.Logger):
         """Create a run: see `base.Logger.open`."""
         experiment = mlflow.set_experiment(base.PROJECT).experiment_id
         self._client = mlflow.MlflowClient()
-        name = run.resolve().name
-        self._id = self._client.create_run(experiment, run_name=name).info.run_id
+        self._id = self._client.create_run(experiment, run_name=run.resolve().name).info.run_id
         for setting, value in base.flat_settings(facts).items():
             self._client.log_param(self._id, setting, value)
 

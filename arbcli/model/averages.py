@@ -61,7 +61,7 @@ def move_averages(
     return [
         partial(
             average_weights, tensor.trits, tensor.remainder, tensor.average, key_of(tensor), turn,
-            rate, tensor.rule.radix, average_shift(tensor.rule), tensor.rule.share_a_byte,
+            rate, tensor.rule.radix, average_shift(tensor.rule), tensor.rule.share_a_byte
         )
         for tensor in tensors
     ]  # fmt: skip

@@ -113,8 +113,7 @@ class FloatEmbedding(nn.Module):
         self, num_embeddings: int, dim: int, spec: LayerSpec, *, area: str, tied: bool = False
     ) -> None:
         super().__init__()
-        std = head_std(dim) if tied else 1.0
-        self.weight = FloatWeight(num_embeddings, dim, spec, std=std)
+        self.weight = FloatWeight(num_embeddings, dim, spec, std=head_std(dim) if tied else 1.0)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Look up (...) int64 ids: (..., D) of `dtype`.
@@ -134,8 +133,7 @@ class FloatTable(nn.Module):
 
     def __init__(self, num_rows: int, dim: int, spec: LayerSpec, *, area: str) -> None:
         super().__init__()
-        std = SPARSE_SPREAD * projection_std(dim)
-        self.weight = FloatWeight(num_rows, dim, spec, std=std)
+        self.weight = FloatWeight(num_rows, dim, spec, std=SPARSE_SPREAD * projection_std(dim))
 
     def forward(self, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum the rows of (M, k) int64 ids with float32 weights: (M, D) of `dtype`.

@@ -51,7 +51,7 @@ def build_model(
             raise ArbError(
                 f"`--compute {number_format}` multiplies matrices whose sizes are multiples of"
                 f" {MULTIPLE}, and this model has none",
-                hint="choose other sizes, or use `--compute bf16`",
+                "choose other sizes, or use `--compute bf16`",
             )
     if seed is not None and model.device.type != "meta":
         model.initialise(seed)

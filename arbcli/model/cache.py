@@ -42,7 +42,7 @@ class Cache:
         if model.config.is_masked:
             raise ArbError(
                 "this model is masked and cannot generate text from left to right",
-                hint="fill holes: `arb generate RUN --infill TEXT`",
+                "fill holes: `arb generate RUN --infill TEXT`",
             )
         device, slots = device or model.device, model.config.slots
         self.positions = positions
@@ -57,8 +57,7 @@ class Cache:
             from arbcli.model.ngrams import HISTORY
 
             self.history = torch.full((texts or 1, HISTORY), -1, dtype=torch.int64, device=device)
-        clocks = [track.clock for track in self.tracks]
-        self.window = min(clock.window for clock in clocks)
+        self.window = min(track.clock.window for track in self.tracks)
         """Maximum number of bytes that can be read at once."""
 
     texts: "list[TextCache] | None" = None

@@ -43,16 +43,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.base import run_files
 from arbcli.base.atomic_files import WRITE_HINT, open_to_append, replace_file, write_file
 from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import READ_HINT
-from arbcli.base.run_files import (
-    best_checkpoints,
-    checkpoint_path,
-    checkpoints,
-    missing_checkpoint,
-    step_of,
-)
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import illegal_bytes
 
@@ -136,9 +130,11 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
     """
     if checkpoint.step < 0 or keep < 1:
         raise ValueError(f"cannot save step {checkpoint.step} and keep {keep}")
-    path = checkpoint_path(directory, checkpoint.step)
+    path = run_files.checkpoint_path(directory, checkpoint.step)
     write_checkpoint(path, checkpoint)
-    older = [old for old in checkpoints(directory) if step_of(old) < checkpoint.step]
+    older = [
+        old for old in run_files.checkpoints(directory) if run_files.step_of(old) < checkpoint.step
+    ]
     remove_files(older[keep - 1 :])
     return path
 
@@ -205,7 +201,7 @@ def load_checkpoint(path: Path, accept: Accept = _accept_any) -> Checkpoint:
     with os_errors("read", path, READ_HINT):
         try:
             if not stat.S_ISREG(path.stat().st_mode):
-                raise ArbError("it is not a regular file", hint=READ_HINT)
+                raise ArbError("it is not a regular file", READ_HINT)
             with path.open("rb") as file:
                 return _read_checkpoint(file, accept)
         except ArbError as error:
@@ -229,7 +225,7 @@ def latest_checkpoint(
         ArbError: all are damaged, or a possibly intact one cannot be read or is refused.
     """
     refusals: list[str] = []
-    for path in checkpoints(directory):
+    for path in run_files.checkpoints(directory):
         if refusals:
             note(f"{refusals[-1]}; using the one before it")
         try:
@@ -237,14 +233,14 @@ def latest_checkpoint(
         except DamagedError as error:
             refusals.append(str(error))
         else:
-            if checkpoint.step == step_of(path):
+            if checkpoint.step == run_files.step_of(path):
                 return checkpoint
             refusals.append(f"checkpoint `{path}`: refused: it belongs to step {checkpoint.step:,}")
     if not refusals:
-        raise missing_checkpoint(directory)
+        raise run_files.missing_checkpoint(directory)
     raise ArbError(
         f"no checkpoint in `{directory}` can be used: {'; '.join(refusals)}",
-        hint="restore one from a copy, or start again in another directory",
+        "restore one from a copy, or start again in another directory",
     )
 
 
@@ -297,7 +293,7 @@ def keep_best(path: Path) -> Path:
         ArbError: it cannot be linked; the previous one is intact.
     """
     best = link_best(path)
-    remove_files(other for other in best_checkpoints(path.parent) if other != best)
+    remove_files(other for other in run_files.best_checkpoints(path.parent) if other != best)
     return best
 
 
@@ -307,7 +303,7 @@ def link_best(path: Path) -> Path:
     Raises:
         ArbError: it cannot be linked.
     """
-    best = path.with_name(f"best-{step_of(path):06d}.safetensors")
+    best = path.with_name(f"best-{run_files.step_of(path):06d}.safetensors")
     with os_errors("write", best, WRITE_HINT):
         if not best.exists():
             try:
@@ -347,7 +343,7 @@ def check_trainable(checkpoint: Checkpoint) -> None:
     if is_export(checkpoint):
         raise ArbError(
             "the file is an export without training state",
-            hint="name a checkpoint of the run that it was exported from",
+            "name a checkpoint of the run that it was exported from",
         )
 
 
@@ -369,7 +365,7 @@ def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         if stored != built:
             raise ArbError(
                 f"`{name}` is {stored} in the checkpoint and {built} in the model",
-                hint="the checkpoint has another preset, rule or scale type: use those of its run",
+                "the checkpoint has another preset, rule or scale type: use those of its run",
             )
 
 
@@ -394,7 +390,7 @@ def run_lock(directory: Path) -> Iterator[None]:
             except BlockingIOError:
                 raise ArbError(
                     f"the run directory `{directory}` is in use by another process",
-                    hint="wait for it to end, or use another directory",
+                    "wait for it to end, or use another directory",
                 ) from None
         yield
 
@@ -544,7 +540,7 @@ def _read_metadata(entry: Any) -> dict[str, Any]:
     version = metadata.get("format")
     newer = type(version) is int and version > FORMAT
     if newer:
-        raise ArbError("it was written by a newer arb", hint="upgrade arb")
+        raise ArbError("it was written by a newer arb", "upgrade arb")
     types = {field: type(value) for field, value in metadata.items()}
     _require(types == FIELDS, "its metadata does not have the fields of ours")
     _require(_seal(metadata) == metadata, "its metadata was altered")

@@ -72,8 +72,7 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Pha
             is_fused = fuses(model, x)
         else:
             x = model.stages[index - 1].step_inward(cache.stages[index - 1], fused=is_fused)
-        past = cache.stages[index]
-        model.stages[index].step_down(x, ids, reading, past, fused=is_fused)
+        model.stages[index].step_down(x, ids, reading, cache.stages[index], fused=is_fused)
 
     def main() -> None:
         stage, past = model.stages[last - 1], cache.stages[last - 1]
@@ -82,8 +81,7 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Pha
         stage.step_outward(x, past, cache.main.position, fused=is_fused)
 
     def ascend(index: int) -> Tensor | None:
-        past = cache.stages[index]
-        x = model.stages[index].step_up(reading, past, fused=is_fused)
+        x = model.stages[index].step_up(reading, cache.stages[index], fused=is_fused)
         if index:  # stages count their own positions
             before = cache.stages[index - 1]
             return model.stages[index - 1].step_outward(x, before, None, fused=is_fused)

@@ -60,8 +60,7 @@ class LanguageModel(PackedModel):
         self.recompute = recompute
         outermost, spec = config.layer_spec(), config.layer_spec(-1)
         main, memories = config.main, config.main.memories
-        parts = layers_for(outermost)
-        self.cross_entropy = parts.cross_entropy
+        self.cross_entropy = layers_for(outermost).cross_entropy
         # random bits of updates depend on the order of modules: never change it
         self.embedding = symbol_embedding(config)
         beside = {part.kind: part for part in config.beside}
@@ -127,12 +126,7 @@ class LanguageModel(PackedModel):
         return self.logits(self._hidden(ids))
 
     def new_cache(
-        self,
-        positions: int,
-        texts: int = 1,
-        *,
-        first: int = 0,
-        device: torch.device | None = None,
+        self, positions: int, texts: int = 1, *, first: int = 0, device: torch.device | None = None
     ) -> "Cache":
         """Create the decoding cache of texts of at most `positions` bytes.
 
@@ -205,8 +199,7 @@ class LanguageModel(PackedModel):
     def _text_loss(self, flow: BlockOutput, targets: Tensor) -> Tensor:
         if self.scores_in_chunks:
             return self._score(flow, targets).mean()
-        logits = self.logits(flow)
-        return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.cross_entropy(self.logits(flow).flatten(0, 1), targets.flatten())
 
     def _mean_loss(self, flow: BlockOutput, targets: Tensor) -> Tensor:
         """Compute the mean loss over the targets that are not negative."""

@@ -28,8 +28,7 @@ def _products(config: ModelConfig) -> float:
 
     Inner stages are counted at the target length of chunks.
     """
-    lengths = config.lengths
-    products = sum(_stage_products(config, n, length) for n, length in enumerate(lengths))
+    products = sum(_stage_products(config, n, length) for n, length in enumerate(config.lengths))
     spec = config.layer_spec()
     ends = [part.products(spec, config.ctx) for part in (*config.beside, *config.head_parts)]
     plain = 0 if config.composite else config.vocabulary * spec.dim
@@ -52,8 +51,7 @@ def _stage_products(config: ModelConfig, index: int, positions: float) -> float:
         products += stage.dim * (taps + 1)
     products *= positions
     if stage.chunking:
-        inner = config.stages[index + 1].dim
-        products += stage.chunking.products_with(spec, inner, positions)
+        products += stage.chunking.products_with(spec, config.stages[index + 1].dim, positions)
     return products
 
 

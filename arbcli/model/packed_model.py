@@ -10,15 +10,8 @@ from torch import nn
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
+from arbcli.model import packed
 from arbcli.model.layers.linear import LinearWeight
-from arbcli.model.packed import (
-    DecodingLayer,
-    StateModule,
-    StreamedTensor,
-    TernaryTensor,
-    Weight,
-    drawn_weights,
-)
 from arbcli.model.parts.cached import CachedAttention, CacheFormat
 
 
@@ -33,7 +26,7 @@ class JoinedStatistics:
         """
 
 
-class StepMemory(StateModule, JoinedStatistics):
+class StepMemory(packed.StateModule, JoinedStatistics):
     """A part whose integer state is updated after a step, without gradients."""
 
     def finish_step(self) -> None:
@@ -64,7 +57,7 @@ class PackedModel(nn.Module):
     def forget_uses(self) -> None:
         """Discard forward passes whose backward was not run, as after an error."""
         for part in self.modules():
-            if isinstance(part, StreamedTensor | StepMemory):
+            if isinstance(part, packed.StreamedTensor | StepMemory):
                 part.forget()
 
     def _memories(self) -> list[StepMemory]:
@@ -94,9 +87,9 @@ class PackedModel(nn.Module):
                 for weight in self._matrices():
                     stack.enter_context(weight.decoded_once())
             for part in self.modules():
-                if isinstance(part, Weight):
+                if isinstance(part, packed.Weight):
                     stack.enter_context(part.cast_once(self.compute_dtype))
-                elif isinstance(part, DecodingLayer):
+                elif isinstance(part, packed.DecodingLayer):
                     stack.enter_context(part.prepacked_once())
             previous, self.weights_are_prepared = self.weights_are_prepared, True
             try:
@@ -130,16 +123,16 @@ class PackedModel(nn.Module):
         if kv == "bf16" and self.compute_dtype != torch.bfloat16:
             raise ArbError(
                 "`--kv bf16` needs activations in bf16, and they are float32",
-                hint="leave `--kv` out, or add `--compute bf16`",
+                "leave `--kv` out, or add `--compute bf16`",
             )
         chosen, previous = CacheFormat.named(kv), self.cache_format
         attentions = [part for part in self.modules() if isinstance(part, CachedAttention)]
         if chosen.stored and not attentions:
-            raise ArbError("this model has no keys and values", hint="leave `--kv` out")
+            raise ArbError("this model has no keys and values", "leave `--kv` out")
         if chosen.queries and not all(part.rounds_queries for part in attentions):
             raise ArbError(
                 "queries of latent attention cannot be stored in eight bits",
-                hint=f"use `--kv {chosen._replace(queries=False).name('')}`",
+                f"use `--kv {chosen._replace(queries=False).name('')}`",
             )
         parts: list[PackedModel | CachedAttention] = [self, *attentions]
         for part in parts:
@@ -157,7 +150,7 @@ class PackedModel(nn.Module):
 
     def initialise(self, seed: int) -> None:
         """Initialise all weights from a seed: see `arbcli.model.initial`."""
-        for index, weight in enumerate(drawn_weights(self)):
+        for index, weight in enumerate(packed.drawn_weights(self)):
             weight.initialise(seed, index)
 
     def drop_training_state(self) -> None:
@@ -170,20 +163,22 @@ class PackedModel(nn.Module):
         for weight in self.packed_tensors().values():
             weight.declare_wire()
 
-    def state_modules(self) -> Iterator[StateModule]:
+    def state_modules(self) -> Iterator[packed.StateModule]:
         """Yield all modules with persistent buffers, in the order of the model."""
-        return (part for part in self.modules() if isinstance(part, StateModule))
+        return (part for part in self.modules() if isinstance(part, packed.StateModule))
 
-    def packed_tensors(self) -> dict[str, TernaryTensor]:
+    def packed_tensors(self) -> dict[str, packed.TernaryTensor]:
         """Return all packed tensors by name, in the order of the model; none for a baseline."""
         tensors = self.weights().items()
-        return {name: part for name, part in tensors if isinstance(part, TernaryTensor)}
+        return {name: part for name, part in tensors if isinstance(part, packed.TernaryTensor)}
 
     @property
     def num_weights(self) -> int:
         """Number of packed weights, including those of frozen norms."""
         return sum(tensor.num_weights for tensor in self.packed_tensors().values())
 
-    def weights(self) -> dict[str, Weight]:
+    def weights(self) -> dict[str, packed.Weight]:
         """Return all weights by name, in the order of the model."""
-        return {name: part for name, part in self.named_modules() if isinstance(part, Weight)}
+        return {
+            name: part for name, part in self.named_modules() if isinstance(part, packed.Weight)
+        }

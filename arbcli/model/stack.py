@@ -172,8 +172,7 @@ class Block(nn.Module):
 
     def new_state(self, clock: "PositionCounter") -> "State | None":
         """Create the decoding state of a text."""
-        states = [branch.part.new_state(clock) for branch in self.branches]
-        return next(filter(None, states), None)
+        return next(filter(None, [branch.part.new_state(clock) for branch in self.branches]), None)
 
     def linears(self) -> list[nn.Module] | None:
         """Return the linear layers in order of use; None if a part decodes its own weights."""
@@ -205,12 +204,7 @@ class Stack(nn.ModuleList):
 
         def __iter__(self) -> Iterator[Block]: ...
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        stage: StageConfig,
-        spec: LayerSpec,
-    ) -> None:
+    def __init__(self, blocks: Blocks, stage: StageConfig, spec: LayerSpec) -> None:
         *firsts, self.num_branches = accumulate((len(block.parts) for block in blocks), initial=0)
         modules = [
             Block(config, stage, spec, first) for config, first in zip(blocks, firsts, strict=True)

@@ -14,14 +14,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from arbcli.kernels.attention import eight_bits
 from arbcli.kernels.attention.decode_attention import Kept, count_on_
-from arbcli.kernels.attention.eight_bits import (
-    decode_entries,
-    join_rotated,
-    part_rotated,
-    quantise_entries,
-    round_entries,
-)
 from arbcli.model.parts.base import rows_of
 from arbcli.model.parts.cached import CacheFormat
 
@@ -142,8 +136,7 @@ class PositionCounter:
     def places(self) -> Tensor:
         """Indices of the positions being read, (T,) int32."""
         return self.here(
-            "places",
-            lambda: self.position + torch.arange(self.length, device=self.device),
+            "places", lambda: self.position + torch.arange(self.length, device=self.device)
         )
 
     @cached_property
@@ -266,17 +259,17 @@ class Rows:
         """Store vectors (n, G, d) in slots, (n,) int64; return them as `get` would."""
         rotated = None
         if self.rotated is not None:
-            rotated, rows = part_rotated(rows, self.unrounded)
+            rotated, rows = eight_bits.part_rotated(rows, self.unrounded)
             self.rotated.index_copy_(self.dim, slots, rotated)
         if self.exponents is None:
             self.codes.index_copy_(self.dim, slots, rows)
             return rows
-        codes, exponents = quantise_entries(rows, self.codes.dtype)
+        codes, exponents = eight_bits.quantise_entries(rows, self.codes.dtype)
         # torch does not support index_copy_ for e4m3
         self.codes.view(torch.int8).index_copy_(self.dim, slots, codes.view(torch.int8))
         self.exponents.index_copy_(self.dim, slots, exponents)
-        others = decode_entries(codes, exponents, rows.dtype)
-        return others if rotated is None else join_rotated(rotated, others)
+        others = eight_bits.decode_entries(codes, exponents, rows.dtype)
+        return others if rotated is None else eight_bits.join_rotated(rotated, others)
 
     def get(self, slots: Tensor | None = None) -> Tensor:
         """Read slots, (n,) int64, as (n, G, d); None reads all, without a copy if possible."""
@@ -284,14 +277,16 @@ class Rows:
         if self.exponents is None:
             return self.codes[some]
         codes = self.codes.view(torch.int8)[some].view(self.codes.dtype)
-        others = decode_entries(codes, self.exponents[some], self.dtype)
-        return others if self.rotated is None else join_rotated(self.rotated[some], others)
+        others = eight_bits.decode_entries(codes, self.exponents[some], self.dtype)
+        return (
+            others if self.rotated is None else eight_bits.join_rotated(self.rotated[some], others)
+        )
 
     def rounded(self, rows: Tensor) -> Tensor:
         """Round vectors (..., d) to the values that storing them would give."""
         if self.exponents is None:
             return rows
-        return round_entries(rows, self.codes.dtype, self.unrounded)
+        return eight_bits.round_entries(rows, self.codes.dtype, self.unrounded)
 
 
 class Track:

@@ -31,15 +31,7 @@ from arbcli.kernels.update.moment_squares import moment_squares
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.optimizers.base import Direction, FactoredUpdate
 from arbcli.model.packed import TernaryTensor
-from arbcli.model.rules.base import (
-    COLUMN,
-    NUM_STREAMS,
-    ROW,
-    TRIT,
-    Gradient,
-    State,
-    StepControl,
-)
+from arbcli.model.rules.base import COLUMN, NUM_STREAMS, ROW, TRIT, Gradient, State, StepControl
 from arbcli.model.step_parameters import BOOST_UNIT, Pace, StepLayout, loaded, step_values
 
 if TYPE_CHECKING:
@@ -207,8 +199,7 @@ class Updater:
             counts: number of learnt symbols of each micro-batch, which are their weights in
                 averages; None if all are equal.
         """
-        steps = range(step, step + 1)
-        parameters = self.step_parameters(steps, [lr], accumulation, counts)[0]
+        parameters = self.step_parameters(range(step, step + 1), [lr], accumulation, counts)[0]
         self._parameters = loaded(parameters, self._parameters)
         self.begin_step(self._parameters, accumulation)
 
@@ -246,8 +237,7 @@ class Updater:
         values = step_values(self._paces, self.weight_decay, steps, rates, shares, self.horizon)
         ticks = range(steps.start * accumulation, steps.stop * accumulation)
         keys = self._keys_of(ticks).view(len(steps), accumulation, -1, NUM_STREAMS)
-        rows = self._layout.pack({**values, "keys": keys}, len(steps), accumulation)
-        return rows.flatten(1)
+        return self._layout.pack({**values, "keys": keys}, len(steps), accumulation).flatten(1)
 
     def _keys_of(self, ticks: range) -> Tensor:
         """Return the keys of all matrices, (updates, matrices * NUM_STREAMS), on the host."""
@@ -665,8 +655,7 @@ class Updater:
                 if tensor.direction is None or not tensor.gradient_moment:
                     tensor.rule.step_along_moment(state, ok, control)
                     continue
-                empty = torch.empty(0, device=self.device)
-                gains = GradientGains(ok, *[empty] * 4)
+                gains = GradientGains(ok, *[torch.empty(0, device=self.device)] * 4)
                 self._step_along([_Unstepped(tensor, tensor.direction, state, gains, control)])
 
     def index_of(self, tensor: TernaryTensor) -> int:
@@ -702,7 +691,7 @@ class Updater:
             names = quoted(counters)
             raise ArbError(
                 f"the checkpoint has different counters: {names or 'none'}",
-                hint="it is of another version of arb, or was modified: use another one",
+                "it is of another version of arb, or was modified: use another one",
             )
         self._nonfinite_steps.fill_(counters["nonfinite_steps"])
         self._refused.zero_()

@@ -184,7 +184,7 @@ def _grouped(model: nn.Module, settings: dict[str, Any]) -> list[list[_Use]]:
         if not any(use.matches(pattern) for uses in groups for use in uses):
             raise ArbError(
                 f"no parameter matches the pattern `{pattern}`",
-                hint="`[name for name, _ in model.named_parameters()]` has all names",
+                "`[name for name, _ in model.named_parameters()]` has all names",
             )
     chosen_groups = [uses for uses in groups if not _any_matches(uses, settings["skip"])]
     problems = [(uses, _problem(uses)) for uses in chosen_groups]
@@ -194,11 +194,11 @@ def _grouped(model: nn.Module, settings: dict[str, Any]) -> list[list[_Use]]:
         others = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
         raise ArbError(
             f"`{name}`{others} cannot be converted to integers: {problem}",
-            hint="pass its name in `skip`, or `skip_unsupported=True`",
+            "pass its name in `skip`, or `skip_unsupported=True`",
         )
     convertible = [uses for uses, problem in problems if problem is None and uses[0].value.numel()]
     if not convertible:
-        raise ArbError("the model has no float weights to convert", hint="check `skip`")
+        raise ArbError("the model has no float weights to convert", "check `skip`")
     return convertible
 
 
@@ -233,7 +233,7 @@ def _fused(
         if len(fused) == number:
             raise ArbError(
                 f"no module has linear layers {quoted(siblings)} that can be fused",
-                hint="they need equal inputs, dtypes and settings, and are not skipped or tied",
+                "they need equal inputs, dtypes and settings, and are not skipped or tied",
             )
     return fused
 
@@ -302,9 +302,8 @@ def _configuration(model: nn.Module) -> dict[str, Any]:
 def floats(model: nn.Module) -> dict[str, Tensor]:
     """Return the float parameters and buffers of a model, by name: all that are not integers."""
     anchors = {id(part.anchor) for part in model.modules() if isinstance(part, Anchored)}
-    parts = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         name: part
-        for name, part in parts.items()
+        for name, part in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items()
         if part.is_floating_point() and id(part) not in anchors
     }

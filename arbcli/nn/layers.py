@@ -81,7 +81,7 @@ def _blank(kind: Any, names: tuple[str, ...], experts: bool) -> nn.Module:
 def _not_assignable(module: nn.Module, name: str) -> ArbError:
     return ArbError(
         f"`{type(module).__name__}.{name}` cannot be assigned: the module stores integers",
-        hint="change the model before `arbcli.to_integers`",
+        "change the model before `arbcli.to_integers`",
     )
 
 

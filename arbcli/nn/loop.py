@@ -37,13 +37,12 @@ def linear_cross_entropy(
     rows, symbols = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     packed = head._packed.get("weight") if isinstance(head, IntegerModule) else None
     if not isinstance(packed, Symbols) or getattr(head, "bias", None) is not None:
-        logits = head(rows).float()
-        return functional.cross_entropy(logits, symbols, ignore_index=ignore_index)
+        return functional.cross_entropy(head(rows).float(), symbols, ignore_index=ignore_index)
     mask = symbols != ignore_index
     if not symbols.is_cuda and ((symbols < 0) | (symbols >= packed.out_features))[mask].any():
         raise ArbError(
             f"a target is outside of 0..{packed.out_features - 1}",
-            hint="targets without a loss are `ignore_index`",
+            "targets without a loss are `ignore_index`",
         )
     losses = packed.losses(rows, symbols.where(mask, 0))
     return (losses * mask).sum() / mask.sum()
@@ -81,7 +80,7 @@ class CapturedStep:
         if len(micro_batches) != accumulation:
             raise ArbError(
                 f"a step has {accumulation} micro-batches, and {len(micro_batches)} were passed",
-                hint="pass as many as the optimizer's `accumulation`",
+                "pass as many as the optimizer's `accumulation`",
             )
         uses_gpu = micro_batches[0][0].is_cuda
         self._steps += 1

@@ -56,7 +56,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         self._weights = [part for part in model.modules() if isinstance(part, Anchored)]
         if not self._weights:
             raise ArbError(
-                "the model has no integer weights", hint="convert it with `arbcli.to_integers`"
+                "the model has no integer weights", "convert it with `arbcli.to_integers`"
             )
         check_numbers(lr, accumulation, weight_decay, seed)
         settings = {"accumulation": accumulation, "weight_decay": weight_decay, "seed": seed}
@@ -79,7 +79,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         """Refuse copies, whose weights would be others'."""
         raise ArbError(
             "the optimizer of integer weights cannot be copied or pickled",
-            hint="save `optimizer.state_dict()` and `model.state_dict()`",
+            "save `optimizer.state_dict()` and `model.state_dict()`",
         )
 
     def _consume(
@@ -95,7 +95,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         if key in self._stepped:
             raise ArbError(
                 "integer weights have two gradients in a backward",
-                hint="use `use_reentrant=False` for activation checkpointing, and call"
+                "use `use_reentrant=False` for activation checkpointing, and call"
                 " `optimizer.zero_grad()` after a backward that failed",
             )
         self._stepped.add(key)
@@ -114,7 +114,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         if shared and torch.distributed.get_world_size() > 1:
             raise ArbError(
                 "integer weights of other models are trained in one process",
-                hint="use one GPU, or `arb train` for several",
+                "use one GPU, or `arb train` for several",
             )
         if self._micro == 0 and not self.is_set:
             self.set_step()
@@ -123,7 +123,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
             raise ArbError(
                 f"this is backward {self._micro + 1} of a step, which has"
                 f" `accumulation={updater.accumulation}`",
-                hint="call `optimizer.step()`, or pass the number of backward passes in a step as"
+                "call `optimizer.step()`, or pass the number of backward passes in a step as"
                 " `accumulation`; use `use_reentrant=False` for activation checkpointing",
             )
         updater.begin_micro(self._micro)
@@ -142,7 +142,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         if not (math.isfinite(lr) and math.isfinite(weight_decay)):
             raise ArbError(
                 f"`lr={lr}, weight_decay={weight_decay}` of step {self.step_number} is not finite",
-                hint="check the schedule that sets `optimizer.param_groups`",
+                "check the schedule that sets `optimizer.param_groups`",
             )
         updater.weight_decay = weight_decay
         updater.set_step(self.step_number, lr, group["accumulation"])
@@ -155,8 +155,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
     @property
     def _updater_now(self) -> Updater:
         """The updater, on the device where the weights are."""
-        device = self._weights[0].trits.device
-        if self._updater is None or self._updater.device != device:
+        if self._updater is None or self._updater.device != self._weights[0].trits.device:
             group = self.param_groups[0]
             if self._updater is not None:
                 self._counters = self._updater.counters()
@@ -200,7 +199,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         if self.param_groups:
             raise ArbError(
                 "the optimizer of integer weights has a single group of parameters",
-                hint="train float parameters, those in `arbcli.floats(model)`, with an optimizer of"
+                "train float parameters, those in `arbcli.floats(model)`, with an optimizer of"
                 " torch",
             )
         super().add_param_group(param_group)
@@ -237,7 +236,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         if "step_of_run" not in state_dict["state"].get(0, {}):
             raise ArbError(
                 "the state is not that of an optimizer of integer weights",
-                hint="pass what `state_dict()` of an `IntegerOptimizer` returned",
+                "pass what `state_dict()` of an `IntegerOptimizer` returned",
             )
         super().load_state_dict(state_dict)
         state = {name: int(value) for name, value in self.state[self._weights[0].anchor].items()}
@@ -253,12 +252,12 @@ def check_numbers(lr: float, accumulation: int, weight_decay: float, seed: int) 
         ArbError: one is out of range.
     """
     if not isinstance(accumulation, int) or accumulation < 1:
-        raise ArbError(f"`accumulation` is {accumulation}", hint="use an integer of at least 1")
+        raise ArbError(f"`accumulation` is {accumulation}", "use an integer of at least 1")
     finite = 0 <= lr < math.inf and 0 <= weight_decay < math.inf
     if not (finite and isinstance(seed, int) and 0 <= seed < 1 << 31):
         raise ArbError(
             f"`lr={lr}, weight_decay={weight_decay}, seed={seed}` is out of range",
-            hint="no number is negative, and a seed is an integer of at most 2**31-1",
+            "no number is negative, and a seed is an integer of at most 2**31-1",
         )
 
 
@@ -280,6 +279,6 @@ def _refuse_anchors(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if any(isinstance(value, Anchor) for value in parameters):
         raise ArbError(
             f"{type(optimizer).__name__} has integer weights among its parameters",
-            hint="train these with the optimizer of `arbcli.to_integers`, and give"
+            "train these with the optimizer of `arbcli.to_integers`, and give"
             f" {type(optimizer).__name__} the parameters in `arbcli.floats(model)`",
         )

@@ -40,7 +40,7 @@ def load_integers(
     if not isinstance(mark, dict) or KEY not in mark:
         raise ArbError(
             f"`{folder}` has no integer weights",
-            hint="load it with Transformers, and convert it with `arbcli.to_integers`",
+            "load it with Transformers, and convert it with `arbcli.to_integers`",
         )
     configuration = transformers.AutoConfig.from_pretrained(folder)
     delattr(configuration, MARK)
@@ -48,7 +48,7 @@ def load_integers(
     if not hasattr(transformers, name):
         raise ArbError(
             f"Transformers {transformers.__version__} has no class `{name}`",
-            hint="build the model, call `arbcli.to_integers` and `model.load_state_dict`",
+            "build the model, call `arbcli.to_integers` and `model.load_state_dict`",
         )
     dtype = dtype or configuration.dtype or torch.float32
     model = getattr(transformers, name)._from_config(configuration, dtype=dtype)
@@ -71,10 +71,10 @@ def _read_into(model: nn.Module, folder: Path) -> None:
             for name in file.keys():  # noqa: SIM118  # not a dictionary
                 tensor = file.get_tensor(name)
                 if name not in state or state[name].shape != tensor.shape:
-                    raise ArbError(f"`{path}`: `{name}` does not fit the model", hint=ALTERED)
+                    raise ArbError(f"`{path}`: `{name}` does not fit the model", ALTERED)
                 state.pop(name).copy_(tensor)
     if state:
-        raise ArbError(f"`{folder}` has no `{next(iter(state))}`", hint=ALTERED)
+        raise ArbError(f"`{folder}` has no `{next(iter(state))}`", ALTERED)
 
 
 def float_state_dict(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -124,12 +124,12 @@ def export_float(model: Any, folder: Path | str, dtype: torch.dtype = torch.bflo
     if not hasattr(model, "save_pretrained"):
         raise ArbError(
             f"`{type(model).__name__}` has no `save_pretrained`",
-            hint="save what `arbcli.nn.float_state_dict(model)` returns",
+            "save what `arbcli.nn.float_state_dict(model)` returns",
         )
     if not hasattr(model, "_float_conversions"):
         raise ArbError(
             "the model itself was not converted to integers",
-            hint="pass the model that `arbcli.to_integers` converted",
+            "pass the model that `arbcli.to_integers` converted",
         )
     configuration, conversions = model.config, model._weight_conversions
     model.config = copy.deepcopy(configuration)

@@ -11,18 +11,7 @@ from arbcli.model.initial import head_lr_factor, inner_lr_factor
 from arbcli.model.layers.vector import DIRECTION as VECTOR_DIRECTION
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIRECTION, WITH_DIGITS
-from arbcli.nn.weights import (
-    Anchored,
-    ExpertStack,
-    FusedMatrix,
-    ManyRows,
-    Matrix,
-    Numbers,
-    Rows,
-    Stack,
-    Symbols,
-    check_dtype,
-)
+from arbcli.nn import weights as kinds
 
 FEWEST_COLUMNS = 64
 """Parameters that a module reads itself have a scale for each number if their rows are shorter."""
@@ -59,7 +48,7 @@ class Storage:
         ):
             if value not in known:
                 raise ArbError(
-                    f"`{name}={value!r}` is not supported", hint=f"choose one of: {quoted(known)}"
+                    f"`{name}={value!r}` is not supported", f"choose one of: {quoted(known)}"
                 )
 
     def layer_spec(self, dim: int) -> LayerSpec:
@@ -87,7 +76,7 @@ def new_packed(
     dim: int,
     is_head: bool = False,
     transposed: bool = False,
-) -> Anchored:
+) -> kinds.Anchored:
     """Build the packed tensor that replaces a float parameter, with uninitialised weights.
 
     Args:
@@ -101,22 +90,22 @@ def new_packed(
     Returns:
         The tensor, on the device of the parameter.
     """
-    check_dtype(value.dtype)
+    kinds.check_dtype(value.dtype)
     spec = storage.layer_spec(dim)
     shape = value.shape[::-1] if transposed else value.shape
-    packed: Anchored
+    packed: kinds.Anchored
     with value.device:
         if roles & {"product", "lookup"}:
             packed = _matrix(shape[0], shape[1], roles, spec, value.dtype, is_head)
         elif "experts" in roles:
-            packed = ExpertStack(*shape, spec, area="experts", dtype=value.dtype)
+            packed = kinds.ExpertStack(*shape, spec, area="experts", dtype=value.dtype)
         elif value.ndim < 2 or value[0].numel() < FEWEST_COLUMNS:
-            packed = Numbers(value.numel(), spec, area="vectors", dtype=value.dtype)
+            packed = kinds.Numbers(value.numel(), spec, area="vectors", dtype=value.dtype)
         else:
             stacked = value.ndim == 3 and shape[2] >= FEWEST_COLUMNS
             matrices, rows = (len(value), shape[1]) if stacked else (1, len(value))
             columns = value.numel() // (matrices * rows)
-            packed = Stack(
+            packed = kinds.Stack(
                 matrices * rows, columns, spec, area="read", direction=VECTOR_DIRECTION,
                 matrices=matrices, dtype=value.dtype,
             )  # fmt: skip
@@ -125,7 +114,7 @@ def new_packed(
     return packed
 
 
-def new_fused(values: list[nn.Parameter], storage: Storage, *, dim: int) -> FusedMatrix:
+def new_fused(values: list[nn.Parameter], storage: Storage, *, dim: int) -> kinds.FusedMatrix:
     """Build the packed tensor that replaces the weights of layers with the same input.
 
     Args:
@@ -135,7 +124,7 @@ def new_fused(values: list[nn.Parameter], storage: Storage, *, dim: int) -> Fuse
     """
     first, spec = values[0], storage.layer_spec(dim)
     with first.device:
-        packed = FusedMatrix(
+        packed = kinds.FusedMatrix(
             [len(value) for value in values],
             first.shape[1],
             spec,
@@ -154,11 +143,11 @@ def _matrix(
     spec: LayerSpec,
     dtype: torch.dtype,
     is_head: bool,
-) -> Anchored:
+) -> kinds.Anchored:
     if roles >= {"product", "lookup"} or (is_head and is_chunked(rows)):
-        return Symbols(rows, columns, spec, area="head", dtype=dtype)
+        return kinds.Symbols(rows, columns, spec, area="head", dtype=dtype)
     if "product" in roles:
         factor = head_lr_factor(spec) if is_head else inner_lr_factor(spec, spec.direction)
-        return Matrix(rows, columns, spec, area="linear", lr_factor=factor, dtype=dtype)
-    kind = ManyRows if is_chunked(rows) else Rows
+        return kinds.Matrix(rows, columns, spec, area="linear", lr_factor=factor, dtype=dtype)
+    kind = kinds.ManyRows if is_chunked(rows) else kinds.Rows
     return kind(rows, columns, spec, area="embedding", dtype=dtype)

@@ -77,7 +77,7 @@ class Anchored(StreamedTensor):
     def _replicate_for_data_parallel(self) -> Any:
         raise ArbError(
             "integer weights cannot be replicated on several GPUs of a process",
-            hint="set `CUDA_VISIBLE_DEVICES` to one GPU",
+            "set `CUDA_VISIBLE_DEVICES` to one GPU",
         )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -119,7 +119,7 @@ class Anchored(StreamedTensor):
         if self.version != version:
             raise ArbError(
                 "integer weights have changed between a forward and its backward",
-                hint="run the backward of each forward before the next one, and use"
+                "run the backward of each forward before the next one, and use"
                 " `use_reentrant=False` for activation checkpointing",
             )
         backward = torch._C._current_graph_task_id()
@@ -135,7 +135,7 @@ class Anchored(StreamedTensor):
         if self.sink is None:
             raise ArbError(
                 "integer weights have a gradient, and no optimizer that consumes it",
-                hint="build one with `arbcli.nn.IntegerOptimizer(model)`, or freeze the weights"
+                "build one with `arbcli.nn.IntegerOptimizer(model)`, or freeze the weights"
                 " with `model.requires_grad_(False)`",
             )
         self.emit_gradient_of_uses(self.sink, uses)
@@ -212,7 +212,7 @@ def check_dtype(dtype: torch.dtype) -> None:
         name = str(dtype).removeprefix("torch.")
         raise ArbError(
             f"integer weights compute in bfloat16 or float32, and not in {name}",
-            hint="use `dtype=torch.bfloat16`, `model.bfloat16()` or `bf16=True`",
+            "use `dtype=torch.bfloat16`, `model.bfloat16()` or `bf16=True`",
         )
 
 
@@ -254,7 +254,7 @@ class _Use(Function):
         if torch.is_grad_enabled():
             raise ArbError(
                 "integer weights have no second derivatives",
-                hint="compute the gradient without `create_graph=True`",
+                "compute the gradient without `create_graph=True`",
             )
         grad_y, saved = grad_y.contiguous(), ctx.saved_tensors
         grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
@@ -332,10 +332,7 @@ class FusedMatrix(Matrix):
             self.emit_gradient(sink, (x,), torch.cat([group[0][1] for group in groups], dim=1))
             return
         grads = [
-            sum(
-                (grad_y.T @ x for x, grad_y in group[1:]),
-                group[0][1].T @ group[0][0],
-            )
+            sum((grad_y.T @ x for x, grad_y in group[1:]), group[0][1].T @ group[0][0])
             if group
             else self.decoded()[rows].zero_()
             for group, rows in zip(groups, self.parts, strict=True)
@@ -494,7 +491,7 @@ def look_up(weight: Anchored, ids: Tensor, padding: int | None) -> Tensor:
         (..., D) of the dtype that the weight is decoded to.
     """
     if ids.is_floating_point():
-        raise ArbError(f"ids are {ids.dtype}", hint="embeddings look up integers")
+        raise ArbError(f"ids are {ids.dtype}", "embeddings look up integers")
     flat = ids.reshape(-1).to(torch.int64)
 
     def express(grad_y: Tensor, ids: Tensor) -> tuple[Any, Tensor]:

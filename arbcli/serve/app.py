@@ -168,8 +168,7 @@ class _Service:
             return _Stream(answer, pieces)
         with pieces:
             collecting = asyncio.create_task(_collected(pieces, len(asked.texts)))
-            leaving = asyncio.create_task(_left(request))
-            tasks = {collecting, leaving}
+            tasks = {collecting, asyncio.create_task(_left(request))}
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if not collecting.done():

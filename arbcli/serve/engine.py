@@ -242,8 +242,7 @@ class Engine:
         )
         self.num_read += len(text.prompt)
         if text.echo:
-            symbols = echoed(text, self.model.tokenizer, scored)
-            text.on_piece(Piece(symbols, echoed=True))
+            text.on_piece(Piece(echoed(text, self.model.tokenizer, scored), echoed=True))
         if not text.length:
             output.finish = "length"
             self._leave(slot)

@@ -43,8 +43,7 @@ class RequestError(Exception):
         self.status = status
         kind = "server_error" if status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if status == 429 else kind
-        error = {"message": message, "type": kind, "param": param, "code": code}
-        self.body = {"error": error}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         """The JSON of the answer."""
 
 
@@ -446,5 +445,4 @@ class Answer:
     def _choice(
         self, choice: Choice, content: dict[str, Any], logprobs: Any, finish: str | None
     ) -> dict[str, Any]:
-        ending = {"logprobs": logprobs, "finish_reason": finish}
-        return {"index": choice.index} | content | ending
+        return {"index": choice.index} | content | {"logprobs": logprobs, "finish_reason": finish}

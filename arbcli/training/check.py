@@ -11,20 +11,10 @@ from arbcli.base.errors import ArbError
 from arbcli.base.run_files import CONFIG, best_checkpoints, checkpoints, directory_of, step_of
 from arbcli.config.training import TrainConfig
 from arbcli.model.checkpoint import Accept, Checkpoint, DamagedError, load_checkpoint
-from arbcli.training.directory import (
-    open_texts_again,
-    read_facts,
-    run_config,
-)
+from arbcli.training import resume
+from arbcli.training.directory import open_texts_again, read_facts, run_config
 from arbcli.training.recent import FIELD
 from arbcli.training.record import METRICS, held_out_losses, read_all_records, stays
-from arbcli.training.resume import (
-    accept_of,
-    can_begin_again,
-    check_patience,
-    check_steps,
-    initial_again,
-)
 from arbcli.training.saving import surplus
 from arbcli.training.schedule import Patience, is_evaluated
 from arbcli.training.teacher import teacher_again
@@ -102,7 +92,7 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
             stops = stops or (None if finding.state == "ok" else finding.detail)
     records, bad = read_all_records(run)
     findings.append(_check_records(len(records), bad))
-    accepted = accept_of(run, facts, config) if config else lambda _: None
+    accepted = resume.accept_of(run, facts, config) if config else lambda _: None
     recent_steps: set[int] = set()
 
     def accept(checkpoint: Checkpoint) -> None:
@@ -116,13 +106,13 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
     resumes_at = None
     if stops is None:
         resumes_at, stops = _start(verified, path if path != run else None)
-        if not verified and can_begin_again(run):
+        if not verified and resume.can_begin_again(run):
             resumes_at, stops = _start_again(facts)
     total = config.steps if config else None
     changes = config is not None and steps not in (None, total)
     if changes and steps is not None and resumes_at is not None:
         try:
-            check_steps(run, resumes_at, steps)
+            resume.check_steps(run, resumes_at, steps)
         except ArbError as error:
             resumes_at, stops = None, str(error)
     removes = [finding.name for finding in findings if finding.name.endswith(".tmp")]
@@ -145,7 +135,7 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
         removes += sorted(left, reverse=True)
         if ended and changes:
             try:
-                check_patience(run, config, losses)
+                resume.check_patience(run, config, losses)
             except ArbError as error:
                 resumes_at, stops = None, str(error)
     return CheckReport(
@@ -218,7 +208,7 @@ def _left_over(run: Path) -> Iterator[Finding]:
 def _start_again(facts: dict[str, Any]) -> tuple[int | None, str | None]:
     """Return step 0, or the reason why a run without a checkpoint cannot begin again."""
     try:
-        initial_again(facts)
+        resume.initial_again(facts)
     except ArbError as error:
         return None, str(error)
     return 0, None

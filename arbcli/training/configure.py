@@ -6,12 +6,7 @@ from typing import Any
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.presets import set_symbol_directions
 from arbcli.config.training import TrainConfig, train_config
-from arbcli.kernels.runtime.device import (
-    check_compute,
-    default_compute,
-    resolve_backend,
-    resolve_device,
-)
+from arbcli.kernels.runtime import device as devices
 
 
 def new_config(
@@ -34,10 +29,10 @@ def new_config(
     Raises:
         ArbError: settings are incompatible with each other or with this machine.
     """
-    place = resolve_device(device)
-    compute = compute or default_compute(place)
-    check_compute(compute, place)
-    backend = resolve_backend(backend, place)
+    place = devices.resolve_device(device)
+    compute = compute or devices.default_compute(place)
+    devices.check_compute(compute, place)
+    backend = devices.resolve_backend(backend, place)
     config = train_config(preset, device=str(place), backend=backend, compute=compute, **settings)
     return config if config.tokenizer is None else _set_vocabulary(config, config.tokenizer)
 

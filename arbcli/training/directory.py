@@ -18,12 +18,7 @@ from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG, RUNS, TOKENIZER, run_of
 from arbcli.config.settings import check_bounds
-from arbcli.config.training import (
-    TrainConfig,
-    train_config_dict,
-    train_config_from,
-    word_of,
-)
+from arbcli.config.training import TrainConfig, train_config_dict, train_config_from, word_of
 from arbcli.data.files import DOCUMENTS, Conversion, absolute_entry, has_documents
 from arbcli.data.opening import open_texts
 from arbcli.data.text import Text, Texts, check_is_bytes, entropy
@@ -79,7 +74,7 @@ def make_directory(run: Path) -> Path:
         try:
             run.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise ArbError(f"`{run}` is a file", hint=OTHER_OUT) from None
+            raise ArbError(f"`{run}` is a file", OTHER_OUT) from None
     return run
 
 
@@ -249,10 +244,9 @@ def held_out_text(run: Path) -> tuple[Text, str]:
         ArbError: the text is missing or has changed.
     """
     if not (run / CONFIG).exists():
-        raise ArbError(f"`{run}` has no held-out text", hint="name a text with `--data`")
+        raise ArbError(f"`{run}` has no held-out text", "name a text with `--data`")
     facts = read_facts(run)
-    config = run_config(run, facts)
-    texts = open_texts_again(facts, config)
+    texts = open_texts_again(facts, run_config(run, facts))
     check_same_text(run, facts, text_digest(texts), "name another with `--data`")
     return texts.val, f"held out of {texts.description}"
 
@@ -271,8 +265,7 @@ def check_same_text(run: Path, facts: dict[str, Any], digest: str, otherwise: st
     """
     if facts["text"]["digest"] != digest:
         raise ArbError(
-            f"the text is not the one that `{run}` was trained on",
-            hint=f"restore it, or {otherwise}",
+            f"the text is not the one that `{run}` was trained on", f"restore it, or {otherwise}"
         )
 
 

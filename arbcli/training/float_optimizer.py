@@ -54,8 +54,7 @@ class FloatOptimizer:
         no_decay = {id(part.latent) for part in vectors}
         groups: list[dict[str, Any]] = [{"params": [p for p in rest if id(p) not in no_decay]}]
         if no_decay:
-            undecayed = [p for p in rest if id(p) in no_decay]
-            groups.append({"params": undecayed, "weight_decay": 0.0})
+            groups.append({"params": [p for p in rest if id(p) in no_decay], "weight_decay": 0.0})
         self._adamw = torch.optim.AdamW(
             groups,
             lr=self._lr,
@@ -130,11 +129,7 @@ class Muon:
 
 
 def step_batch(
-    parameters: list[Tensor],
-    grads: list[Tensor],
-    momentum: Tensor,
-    lr: Tensor,
-    weight_decay: float,
+    parameters: list[Tensor], grads: list[Tensor], momentum: Tensor, lr: Tensor, weight_decay: float
 ) -> None:
     """Step matrices of one shape by Muon with Nesterov momentum, in place.
 

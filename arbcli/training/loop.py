@@ -62,9 +62,8 @@ class Loop:
         # only the first process writes and reads records
         losses = self.group.broadcast_object(held_out_losses(records.read())) if resumed else ()
         self.patience = Patience(self.config.patience, losses)
-        is_resumed = resumed is not None
         self.saver = Saver(
-            trainer, run, facts, observer, records, self.patience, resumed=is_resumed
+            trainer, run, facts, observer, records, self.patience, resumed=resumed is not None
         )
         self.first_step: FirstStep | None = None
         """First step of this process; None before it."""

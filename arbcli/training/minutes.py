@@ -23,7 +23,7 @@ def check_minutes(minutes: float | None) -> None:
         ArbError: they are out of range.
     """
     if minutes is not None and not 0 < minutes <= MOST_MINUTES:
-        raise ArbError(f"`--minutes` is {minutes}", hint=f"use a number up to {MOST_MINUTES:,}")
+        raise ArbError(f"`--minutes` is {minutes}", f"use a number up to {MOST_MINUTES:,}")
 
 
 def steps_in(minutes: float, trainer: Trainer, started: float) -> int:

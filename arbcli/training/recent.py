@@ -112,4 +112,4 @@ def check_recent(checkpoint: Checkpoint) -> None:
         return
     flips = saved["flips"]
     if len(saved["losses"]) != len(flips) or not all(0 <= count < 2**63 for count in flips):
-        raise ArbError(f"its header has no valid `{FIELD}.flips`", hint=hint)
+        raise ArbError(f"its header has no valid `{FIELD}.flips`", hint)

@@ -158,7 +158,7 @@ def _lines(run: Path, offset: int = 0) -> Iterator[tuple[bytes, dict[str, Any] |
         if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
             raise ArbError(
                 f"`{path}` has {size:,} bytes, and records have at most {MOST_BYTES:,}",
-                hint="restore it from a backup, or move it out of the run",
+                "restore it from a backup, or move it out of the run",
             )
         file.seek(offset)
         while line := file.readline(LONGEST_LINE):

@@ -14,26 +14,11 @@ import torch
 
 from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError, quoted
-from arbcli.base.run_files import (
-    CONFIG,
-    checkpoint_path,
-    checkpoints,
-    directory_of,
-)
+from arbcli.base.run_files import CONFIG, checkpoint_path, checkpoints, directory_of
 from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
-from arbcli.config.training import (
-    TrainConfig,
-    train_config_dict,
-    train_config_from,
-)
-from arbcli.kernels.runtime.device import (
-    check_compute,
-    cpu_threads,
-    deterministic,
-    resolve_backend,
-    resolve_device,
-)
+from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
+from arbcli.kernels.runtime import device as devices
 from arbcli.model.checkpoint import (
     Accept,
     Checkpoint,
@@ -43,13 +28,7 @@ from arbcli.model.checkpoint import (
     load_checkpoint,
     set_aside,
 )
-from arbcli.training.directory import (
-    check_same_text,
-    field_digests,
-    open_texts_again,
-    read_facts,
-    run_config,
-)
+from arbcli.training import directory
 from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group, joined, own_device
 from arbcli.training.recent import FIELD, check_recent
@@ -112,16 +91,15 @@ def resume_run(
         ArbError: there is no usable checkpoint, or the text has changed.
     """
     run = directory_of(path)
-    facts = read_facts(run)
-    config = run_config(run, facts)
-    place = own_device(resolve_device(device or config.device))
-    backend = resolve_backend(backend or (None if device else config.backend), place)
-    check_compute(config.compute, place)
+    facts = directory.read_facts(run)
+    config = directory.run_config(run, facts)
+    place = own_device(devices.resolve_device(device or config.device))
+    backend = devices.resolve_backend(backend or (None if device else config.backend), place)
+    devices.check_compute(config.compute, place)
     config = dataclasses.replace(config, device=str(place), backend=backend)
     if config.model.weights != "ternary":
         raise ArbError(
-            "float baselines have no checkpoints to resume from",
-            hint="start a new run with `--out`",
+            "float baselines have no checkpoints to resume from", "start a new run with `--out`"
         )
     note_emulation(config, observer)
     threads = facts.get("threads", now := torch.get_num_threads())
@@ -138,7 +116,7 @@ def resume_run(
     with joined(place, "train --resume") as group:
         observer = observer if group.first else Observer()
         check_shares(config, group.size)
-        with locked(run, group), deterministic(), cpu_threads(threads):
+        with locked(run, group), devices.deterministic(), devices.cpu_threads(threads):
             group.compare({"steps": steps or config.steps}, "setting")
             accept = accept_of(run, facts, config)
             checkpoint = None
@@ -157,10 +135,10 @@ def resume_run(
                 report = _finished_report(run, facts, config, observer, group)
                 if report is not None:
                     return report
-            texts = open_texts_again(facts, config)
+            texts = directory.open_texts_again(facts, config)
             compare_settings(config, texts, group, steps=steps or config.steps)
             new_run = "start a new run on the new text with `--out`"
-            check_same_text(run, facts, text_digest(texts), new_run)
+            directory.check_same_text(run, facts, text_digest(texts), new_run)
             teacher = read_teacher_of(config, facts=facts)
             if steps not in (None, config.steps):
                 has_recent = bool(checkpoint and checkpoint.data.get(FIELD))
@@ -232,8 +210,7 @@ def check_steps(run: Path, done: int, steps: int) -> None:
     """
     if steps <= done:
         raise ArbError(
-            f"the run has done {done:,} steps",
-            hint=f"use a larger `--steps`, or only `--resume {run}`",
+            f"the run has done {done:,} steps", f"use a larger `--steps`, or only `--resume {run}`"
         )
 
 
@@ -247,7 +224,7 @@ def check_patience(run: Path, config: TrainConfig, losses: Iterable[tuple[int, f
         raise ArbError(
             f"the run has ended, as its held-out loss has not fallen in {config.patience}"
             " evaluations (`--patience`)",
-            hint="name an earlier checkpoint to go back to, or start a new run from the weights:"
+            "name an earlier checkpoint to go back to, or start a new run from the weights:"
             f" `--init-from {run}`",
         )
 
@@ -275,7 +252,7 @@ def _extended(
         note_aside([*aside, *map(set_aside, later)], observer)
     changes = [*facts.get("extended", []), {"at": done, "from": config.steps, "to": steps}]
     recorded = train_config_dict(dataclasses.replace(train_config_from(facts), steps=steps))
-    facts |= {"config": recorded, "digests": field_digests(longer), "extended": changes}
+    facts |= {"config": recorded, "digests": directory.field_digests(longer), "extended": changes}
     if group.first:
         write_json(run / CONFIG, facts)
     return longer, facts
@@ -294,11 +271,9 @@ def check_same_run(
     """
     hint = "restore the files of the run, or start a new run with `--out`"
     began = facts.get("digests", {})  # missing in runs of earlier versions
-    now = field_digests(config, facts["config"].get("model"))
+    now = directory.field_digests(config, facts["config"].get("model"))
     if changed := [name for name in now if name in began and began[name] != now[name]]:
-        raise ArbError(
-            f"`{run / CONFIG}` was changed since the run began: {quoted(changed)}", hint=hint
-        )
+        raise ArbError(f"`{run / CONFIG}` was changed since the run began: {quoted(changed)}", hint)
     made_with = _all_fields(checkpoint.config)
     made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
     expected = json.loads(json.dumps(asdict(config.model)))
@@ -334,7 +309,7 @@ def check_same_run(
         raise ArbError(
             f"the checkpoint of step {checkpoint.step} does not belong to `{run / CONFIG}`:"
             f" {', '.join(differing[:MOST_NAMED])}{more}",
-            hint=hint,
+            hint,
         )
 
 
@@ -378,7 +353,7 @@ def initial_again(facts: dict[str, Any]) -> "SavedModel | None":
     if saved.checkpoint.digest != facts.get("init_digest"):
         raise ArbError(
             f"`{saved.path}` does not have the weights that the run began with",
-            hint="restore it, or start a new run with another `--out`",
+            "restore it, or start a new run with another `--out`",
         )
     return saved
 

@@ -12,29 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arbcli.base.atomic_files import sweep, write_file, write_json
-from arbcli.base.run_files import (
-    COMPANIONS,
-    CONFIG,
-    TOKENIZER,
-    check_free,
-)
-from arbcli.config.training import (
-    FADE_LEARNT_TO,
-    TrainConfig,
-)
+from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER, check_free
+from arbcli.config.training import FADE_LEARNT_TO, TrainConfig
 from arbcli.data.files import has_documents
 from arbcli.data.text import Texts
 from arbcli.generation.tokens import check_digest
-from arbcli.kernels.runtime.device import (
-    deterministic,
-    emulates_nvfp4,
-    explained_out_of_memory,
-)
-from arbcli.model.checkpoint import (
-    TOKENIZER_DIGEST,
-    check_trainable,
-    run_lock,
-)
+from arbcli.kernels.runtime.device import deterministic, emulates_nvfp4, explained_out_of_memory
+from arbcli.model.checkpoint import TOKENIZER_DIGEST, check_trainable, run_lock
 from arbcli.training.directory import (
     field_digests,
     make_directory,
@@ -45,9 +29,7 @@ from arbcli.training.directory import (
 from arbcli.training.loop import Loop
 from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group, joined, own_device
-from arbcli.training.record import (
-    TrainReport,
-)
+from arbcli.training.record import TrainReport
 from arbcli.training.recorder import Resumed
 from arbcli.training.text_warnings import text_warnings
 from arbcli.training.trainer import Trainer, check_shares, text_digest

@@ -35,8 +35,7 @@ def sample_text(trainer: Trainer) -> str:
         prompt = trainer.texts.val.source.read(0, PROMPT_BYTES)
     # large float baselines are compiled block by block, for training only; `set_stance` imports
     # torch's compiler, which takes 2 s
-    compiled = trainer.is_compiled
-    stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    stance = torch.compiler.set_stance("force_eager") if trainer.is_compiled else nullcontext()
     with stance, trainer.averaged():
         if config.model.is_masked:
             length = min(SAMPLE_BYTES, config.model.ctx)

@@ -138,7 +138,7 @@ class Saver:
         if not self._trainer.group.broadcast_object(same):
             raise ArbError(
                 "the text was changed while the run read it",
-                hint=f"restore it, and continue with `--resume {self.run}`",
+                f"restore it, and continue with `--resume {self.run}`",
             )
 
 
@@ -172,8 +172,7 @@ def sweep_run(run: Path, config: TrainConfig, step: int, records: Sequence[dict[
 
 def later_checkpoints(run: Path, step: int) -> list[Path]:
     """Return the checkpoints of a run that are of later steps."""
-    saved = [*checkpoints(run), *best_checkpoints(run)]
-    return [path for path in saved if step_of(path) > step]
+    return [path for path in [*checkpoints(run), *best_checkpoints(run)] if step_of(path) > step]
 
 
 def note_aside(aside: Sequence[Path], observer: Observer) -> None:

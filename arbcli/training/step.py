@@ -124,11 +124,7 @@ class TrainingStep:
         return {"dropout": self.dropout.select(self.group.local(self.accumulation)[micro])}
 
     def _find_slopes(
-        self,
-        names: tuple[str, ...],
-        areas: frozenset[str],
-        micro: int,
-        inputs: tuple[Tensor, ...],
+        self, names: tuple[str, ...], areas: frozenset[str], micro: int, inputs: tuple[Tensor, ...]
     ) -> None:
         """Compute the slopes of areas' scales from the given losses, without an update."""
         if not isinstance(self.updates, Updater):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.config.training import TrainConfig
 from arbcli.data.tokens import Tokenizer
 from arbcli.generation.load import SavedModel, accept_weights, empty_model, read_saved, saved_config
@@ -32,17 +32,16 @@ def read_teacher(
     saved = read_saved(Path(config.teacher), note, accept_weights)
     known = saved_config(saved.checkpoint)
     if known.fills or config.model.fills:
-        raise ArbError(
+        raise setting_error(
             "models that fill holes cannot have a teacher or be one",
-            hint="leave `teacher` out, or train both with `objective=next`",
-            fields=("teacher", "objective"),
+            "leave `teacher` out, or train both with `objective=next`",
         )
     symbols = known.vocabulary
     if symbols != config.model.vocabulary:
         raise ArbError(
             f"the teacher `{saved.path}` predicts {symbols:,} symbols, and the model has"
             f" {config.model.vocabulary:,}",
-            hint="choose a teacher with the tokenizer of the model",
+            "choose a teacher with the tokenizer of the model",
             fields=("teacher",),
         )
     if config.tokenizer is not None:
@@ -61,7 +60,7 @@ def teacher_again(facts: dict[str, Any], config: TrainConfig) -> SavedModel | No
     if teacher is not None and teacher.checkpoint.digest != facts.get("teacher_digest"):
         raise ArbError(
             f"`{teacher.path}` is not the teacher that the run began with",
-            hint="restore it, or start a new run with `--out`",
+            "restore it, or start a new run with `--out`",
         )
     return teacher
 

@@ -32,7 +32,7 @@ def _tokenised_texts(texts: Texts, tokenizer: Tokenizer, context: int) -> Texts:
             raise ArbError(
                 f"a context of {context:,} needs a {role} text of {context + 1:,} tokens or more,"
                 f" and this one has {len(text):,}",
-                hint="use a smaller `--ctx`, or more text for `--data` and `--val`",
+                "use a smaller `--ctx`, or more text for `--data` and `--val`",
             )
     return dataclasses.replace(texts, train=train, val=val, tokenizer=tokenizer)
 

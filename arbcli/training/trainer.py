@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbcli.base.errors import ArbError, quoted
+from arbcli.base.errors import ArbError, quoted, setting_error
 from arbcli.base.lazy import imported
 from arbcli.config.model import VOCABULARY
 from arbcli.config.training import TrainConfig
@@ -28,12 +28,7 @@ from arbcli.data.text import (
 )
 from arbcli.families import BYTE_KINDS, OBJECTIVES
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.runtime.device import (
-    COMPUTE,
-    EAGER_STEPS,
-    capturing,
-    set_compiler_determinism,
-)
+from arbcli.kernels.runtime.device import COMPUTE, EAGER_STEPS, capturing, set_compiler_determinism
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import (
     TOKENIZER_DIGEST,
@@ -72,16 +67,14 @@ def check_shares(config: TrainConfig, size: int) -> None:
         ArbError: it cannot.
     """
     if config.accum % size:
-        raise ArbError(
+        raise setting_error(
             f"{config.accum} micro-batches cannot be divided evenly among {size} processes",
-            hint=f"use an `accum` that is a multiple of {size}",
-            fields=("accum",),
+            f"use an `accum` that is a multiple of {size}",
         )
     if size > 1 and config.model.weights == "ternary" and config.reduce_dtype is None:
-        raise ArbError(
+        raise setting_error(
             "uncompressed gradients cannot be shared across processes",
-            hint="use one process, or start a run with `reduce_dtype=int16`",
-            fields=("reduce_dtype",),
+            "use one process, or start a run with `reduce_dtype=int16`",
         )
 
 
@@ -97,7 +90,7 @@ def check_areas(config: TrainConfig, model: LanguageModel) -> None:
             names = quoted(known)
             raise ArbError(
                 f"`scale_losses` names `{area}`, which is not an area of the model",
-                hint=f"choose among: {names}",
+                f"choose among: {names}",
                 fields=("scale_losses",),
             )
 
@@ -593,12 +586,7 @@ class Trainer:
             step=self.step,
             config=dataclasses.asdict(self.config.model) | {"digits": self.digits},
             counters=self._packed_updater.counters(),
-            data={
-                "digest": text_digest,
-                "seed": seed,
-                "position": self.step,
-                "settings": settings,
-            }
+            data={"digest": text_digest, "seed": seed, "position": self.step, "settings": settings}
             | ({"average": self.config.weight_average} if self.config.weight_average else {})
             | ({TOKENIZER_DIGEST: self.texts.tokenizer.digest} if self.texts.tokenizer else {})
             | reduced,

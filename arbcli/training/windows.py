@@ -46,10 +46,9 @@ def first_windows(config: TrainConfig, texts: Texts, number: int) -> Iterator[Wi
     if config.model.fills:
         raise ArbError(
             "windows of `--objective next` can be shown, and this model fills holes",
-            hint="leave `--show-windows` out",
+            "leave `--show-windows` out",
         )
-    context = config.model.ctx
-    sizes = {"seed": config.seed, "batch_size": config.batch, "context": context}
+    sizes = {"seed": config.seed, "batch_size": config.batch, "context": config.model.ctx}
     for place in range(-(-number // config.batch)):
         step, micro = divmod(place, config.accum)
         drawn = batch(texts.train, **sizes, step=step, micro=micro, device="cpu")

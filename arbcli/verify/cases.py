@@ -32,12 +32,8 @@ def random_cases(
 
 
 def production_cases(
-    spec: Verification,
-    device: torch.device,
-    group_size: int,
-    shape: tuple[int, int] = LARGE_MATRIX,
+    spec: Verification, device: torch.device, group_size: int, shape: tuple[int, int] = LARGE_MATRIX
 ) -> Iterator[Case]:
     """Draw cases of a kernel for a matrix (N, K) of a preset, and few and many rows."""
     for m in PRODUCTION_ROWS if spec.needs_rows else PRODUCTION_ROWS[:1]:
-        rng = CaseGenerator(0, device, torch.bfloat16)
-        yield spec.drawn_case("", rng, group_size, m, *shape)
+        yield spec.drawn_case("", CaseGenerator(0, device, torch.bfloat16), group_size, m, *shape)

@@ -119,8 +119,7 @@ def number(value: float | None) -> str:
 
 
 def _ruled_out(
-    kernels: tuple[KernelResult, ...],
-    parity: tuple[ParityResult, ...],
+    kernels: tuple[KernelResult, ...], parity: tuple[ParityResult, ...]
 ) -> Iterable[str]:
     """Return statements on what the passed checks rule out as the cause of a fault."""
     exact = [result for result in kernels if result.unequal is not None]
@@ -148,8 +147,7 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str | None:
     """Return the commit of the checkout that tracks this file; None without one."""
-    package = Path(__file__).parent
-    git = ["git", "--no-optional-locks", "-C", str(package)]
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]
     tracked = [*git, "ls-files", "--error-unmatch", "__init__.py"]
     describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

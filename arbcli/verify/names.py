@@ -21,10 +21,7 @@ def module_of(path: Path) -> str:
 def sources_of_kernels() -> list[tuple[str, list[str]]]:
     """List the modules that verify operations, core first, with the operations' names."""
     package = Path(__file__).parents[1]
-    core, families = (
-        package.glob("verify/kernels/*/*.py"),
-        package.glob("families/*/verify/*.py"),
-    )
+    core, families = (package.glob("verify/kernels/*/*.py"), package.glob("families/*/verify/*.py"))
     sources = [
         (module_of(path), DECLARATION.findall(path.read_text("utf-8")))
         for path in (*sorted(core), *sorted(families))
@@ -50,5 +47,5 @@ def check_kernel_names(names: Iterable[str]) -> None:
             meant = f"{' or '.join(f'`{one}`' for one in near)} may be meant; " if near else ""
             raise ArbError(
                 f"no kernel is named `{name}`",
-                hint=f"{meant}`arb verify-kernels --list` shows all names",
+                f"{meant}`arb verify-kernels --list` shows all names",
             )

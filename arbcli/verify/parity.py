@@ -463,8 +463,7 @@ def _determinism(subject: Subject) -> Iterator[ParityResult]:
             losses = model.losses(*subject.bytes())
             _total(losses).backward()
             model.finish_step()
-        loss_values = [loss.detach() for loss in losses.values()]
-        runs.append([*loss_values, *model.state_dict().values()])
+        runs.append([*map(Tensor.detach, losses.values()), *model.state_dict().values()])
     differing = torch.stack([(a != b).sum() for a, b in zip(*runs, strict=True)])
     zeros = torch.zeros_like(differing)
     yield subject.result("determinism", "loss and state", differing, zeros, EXACT)
@@ -513,10 +512,7 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
                 with use_backend(subject.backend):
                     updater(tensor, grad)
                 after = state_values(tensor)
-                direction, smoothed = (
-                    reference_direction(grad, config.direction, before),
-                    None,
-                )
+                direction, smoothed = (reference_direction(grad, config.direction, before), None)
                 if tensor.gradient_moment:
                     smoothed = reference_direction(after["m"], config.direction, before)
                     direction = unit_gradient(grad)

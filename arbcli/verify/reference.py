@@ -123,8 +123,7 @@ class Reference(PlainModel):
         """State that hooks keep until the end of a text, by part."""
         parts = {kind: imported(code) for kind, code in part_classes(config).items()}
         with torch.device("meta"):
-            plain = SimpleNamespace(**remote_config(config))
-            self.build(plain, parts, causal=not config.is_masked)
+            self.build(SimpleNamespace(**remote_config(config)), parts, causal=not config.is_masked)
         attach(self, self.weights | dict(memories or {}))
         for name, part in self.named_modules():
             for method, hook in HOOKS.get(type(part), {}).items():
@@ -280,8 +279,7 @@ def named_blocks(config: ModelConfig) -> Iterator[tuple[str, int, BlockConfig]]:
 
 def masked_reference_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Average the cross-entropy of hidden bytes of each text, those that are not -1, over texts."""
-    rows = zip(logits, targets, strict=True)
-    hidden = [(row[of >= 0], of[of >= 0]) for row, of in rows]
+    hidden = [(row[of >= 0], of[of >= 0]) for row, of in zip(logits, targets, strict=True)]
     return torch.stack([reference_loss(row, of) for row, of in hidden]).mean()
 
 

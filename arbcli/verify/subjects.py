@@ -20,15 +20,7 @@ from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIRECTION, RULES, WITH_DIGITS
 from arbcli.verify.compare import errors
-from arbcli.verify.models import (
-    FULL_SIZE,
-    LARGEST,
-    MODELS,
-    RAGGED,
-    fits,
-    has_mamba,
-    shortened,
-)
+from arbcli.verify.models import FULL_SIZE, LARGEST, MODELS, RAGGED, fits, has_mamba, shortened
 from arbcli.verify.reference import Masks, named_blocks
 from arbcli.verify.scale_types import ALWAYS
 from arbcli.verify.verification import Gate
@@ -131,9 +123,8 @@ class Subject:
         ids = torch.randint(VOCABULARY, shape, generator=generator)
         ids = torch.where(ids < VOCABULARY // 3, ord(" "), ids)  # between words
         if self.config.is_masked:
-            numbers = range(self.batch)
             ids, targets = hide(
-                ids[:, 1:], VOCABULARY, seed=2, step=0, numbers=numbers, of=self.batch
+                ids[:, 1:], VOCABULARY, seed=2, step=0, numbers=range(self.batch), of=self.batch
             )
             return ids.to(self.device), targets.to(self.device)
         if self.config.fills:
@@ -172,8 +163,7 @@ class Subject:
         """Tolerance for a block."""
         if self.dtype == torch.bfloat16:
             return Gate(
-                relative=0.03,
-                reason="a dozen roundings to bf16, of 2**-9 each, in a layer",
+                relative=0.03, reason="a dozen roundings to bf16, of 2**-9 each, in a layer"
             )
         relative = max(1e-5, self.config.ctx * 2.0**-24)
         reason = "float32 sums; float32 angles of late positions"
@@ -208,8 +198,7 @@ def fill_memories(part: nn.Module, codes: int) -> None:
 
 def several_rules(digits: str) -> ModelConfig:
     """Return `RAGGED` with a rule for attention, one for MLPs, and one for all other weights."""
-    config = replace(RAGGED, digits=digits)
-    return set_part_rules(config, attention_rule="nibble", mlp_rule="carry")
+    return set_part_rules(replace(RAGGED, digits=digits), attention_rule="nibble", mlp_rule="carry")
 
 
 def all_subjects(

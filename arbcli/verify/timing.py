@@ -81,9 +81,7 @@ class Stopwatch:
 
 
 def time_calls(
-    calls: Sequence[Callable[[], object]],
-    stopwatch: Stopwatch,
-    seconds: float = 0.3,
+    calls: Sequence[Callable[[], object]], stopwatch: Stopwatch, seconds: float = 0.3
 ) -> list[list[float]]:
     """Time calls in turns.
 
@@ -184,12 +182,12 @@ def check_timeable(device: torch.device, backends: Iterable[str]) -> None:
     if device.type != "cuda":
         raise ArbError(
             f"`--time` needs a CUDA device, and this run is on `{device}`",
-            hint="leave `--time` out, or use a machine with an NVIDIA GPU",
+            "leave `--time` out, or use a machine with an NVIDIA GPU",
         )
     if "triton" not in backends:
         raise ArbError(
             f"`--time` times `triton` kernels, and only {', '.join(backends)} would be verified",
-            hint="leave `--backend` out",
+            "leave `--backend` out",
         )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
@@ -19,10 +19,9 @@ def check_heads(heads: int, spec: LayerSpec) -> None:
         ArbError: it is not.
     """
     if spec.dim % (2 * heads):
-        raise ArbError(
+        raise setting_error(
             f"{heads} heads do not divide a width of {spec.dim} into even parts",
-            hint=f"make `dim` a multiple of {2 * heads}, or choose other `heads`",
-            fields=("dim", "heads"),
+            f"make `dim` a multiple of {2 * heads}, or choose other `heads`",
         )
 
 
@@ -35,7 +34,7 @@ def check_kv_heads(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
         raise ArbError(
             f"{kv_heads} heads of keys do not divide {heads} heads",
-            hint="use a divisor",
+            "use a divisor",
             fields=("kv_heads", "heads"),
         )
 
@@ -47,7 +46,7 @@ def check_even_width(name: str, value: int | None) -> None:
         ArbError: it is not.
     """
     if value is not None and (value < 2 or value % 2):
-        raise ArbError(f"`{name}` is {value:,}", hint="use an even number above 0", fields=(name,))
+        raise setting_error(f"`{name}` is {value:,}", "use an even number above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +101,10 @@ class AttentionConfig(PartConfig):
         if self.head_width is None:
             check_heads(self.heads, spec)
         if self.rotated(spec) < 2 or self.rotated(spec) % 2:
-            raise ArbError(
+            raise setting_error(
                 f"`share` is {self.rotary.share}, and {self.rotated(spec)} of {self.width(spec)}"
                 " numbers of a head would be rotated",
-                hint="choose a share that rotates an even number",
-                fields=("share",),
+                "choose a share that rotates an even number",
             )
 
     @property

@@ -82,7 +82,7 @@ class PartConfig:
         if self.is_bitnet and not (plain and config.norm_gain and sub_norm):
             raise ArbError(
                 "`bitnet` has norms with gains before each product, and trits from the first step",
-                hint="use `norm_gain` and `sub_norm`, and neither a baseline nor weights that fade",
+                "use `norm_gain` and `sub_norm`, and neither a baseline nor weights that fade",
                 fields=("digits", "weights"),
             )
 

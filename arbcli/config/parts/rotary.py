@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.config.settings import LARGEST, check_fields, setting
 
 SCALINGS = ("none", "linear", "llama3", "yarn")
@@ -45,11 +45,7 @@ class RotaryConfig:
         """
         check_fields(self)
         if not 0 < self.share <= 1:
-            raise ArbError(
-                f"`share` is {self.share}",
-                hint="use more than 0, and at most 1",
-                fields=("share",),
-            )
+            raise setting_error(f"`share` is {self.share}", "use more than 0, and at most 1")
         banded = self.scaling in HIGH
         unused: tuple[str, ...] = () if banded else ("low", "high", "original_ctx")
         if self.scaling == "none":
@@ -58,7 +54,7 @@ class RotaryConfig:
             if field.name in unused and getattr(self, field.name) != field.default:
                 raise ArbError(
                     f"`{field.name}` does not apply to the scaling `{self.scaling}`",
-                    hint="leave it out, or name another scaling",
+                    "leave it out, or name another scaling",
                     fields=(field.name, "scaling"),
                 )
         if not banded:
@@ -66,16 +62,12 @@ class RotaryConfig:
         if self.original_ctx is None:
             raise ArbError(
                 f"the scaling `{self.scaling}` needs `original_ctx`",
-                hint="give the context that the angles were first made for",
+                "give the context that the angles were first made for",
                 fields=("original_ctx",),
             )
         low, high = self.bounds
         if not 0 < low < high <= MOST:
-            raise ArbError(
-                f"`low` is {low}, and `high` is {high}",
-                hint="use 0 < low < high",
-                fields=("low", "high"),
-            )
+            raise setting_error(f"`low` is {low}, and `high` is {high}", "use 0 < low < high")
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import setting_error
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.settings import Setting
@@ -35,11 +35,7 @@ class AheadConfig(PartConfig):
         """
         PartConfig.__post_init__(self)
         if not 0 < self.weight <= 1:
-            raise ArbError(
-                f"`weight` is {self.weight}",
-                hint="use a number above 0 and at most 1",
-                fields=("weight",),
-            )
+            raise setting_error(f"`weight` is {self.weight}", "use a number above 0 and at most 1")
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -58,10 +54,9 @@ class AheadConfig(PartConfig):
             ArbError: it is not.
         """
         if self.positions >= spec.ctx:
-            raise ArbError(
+            raise setting_error(
                 f"`positions` is {self.positions} in a context of {spec.ctx}",
-                hint="use fewer, or a longer context",
-                fields=("positions",),
+                "use fewer, or a longer context",
             )
 
     def products(self, spec: LayerSpec, positions: float) -> float:

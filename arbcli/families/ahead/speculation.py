@@ -63,8 +63,7 @@ class Checks:
         self._places = torch.zeros(size, **integers)
         self.accepted = torch.zeros(2, **integers)
         """(2,) int32: position before the last step, and number of bytes that it generated."""
-        dtype = model.compute_dtype
-        self._last = torch.zeros(1, 1, model.config.dim, dtype=dtype, device=device)
+        self._last = torch.zeros(1, 1, model.config.dim, dtype=model.compute_dtype, device=device)
         self._table = table_of(cache.kept(size))
 
     @property

@@ -174,8 +174,7 @@ class Indexer(nn.Module, LowPrecision):
         parts = layers_for(spec)
         self.heads, self.width = config.index_heads, config.index_width
         self.top_k, self.norm_gain = config.top_k, spec.norm_gain
-        queries = self.heads * (self.width + 1)
-        self.query = parts.linear(queries, spec.dim, spec, area="indexer")
+        self.query = parts.linear(self.heads * (self.width + 1), spec.dim, spec, area="indexer")
         self.key = parts.linear(
             self.width, config.kv_heads * config.width(spec), spec, area="indexer"
         )
@@ -369,8 +368,7 @@ class CompressedAttention(CachedAttention):
             query = self.indexer.query.fused(x, normalise=True)
             state.choose(query, self.indexer.key.fused(still.flatten(2), normalise=False))
         y = state.attend_one(q.unflatten(-1, (self.heads, -1)), self.sink.prepared())
-        normalise = self.sub_norm is not None
-        return self.output.fused(y.flatten(2), normalise=normalise, added=residual)
+        return self.output.fused(y.flatten(2), normalise=self.sub_norm is not None, added=residual)
 
     def new_state(self, clock: PositionCounter) -> CompressedState:
         """Create the ring buffers of recent positions and entries."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.attention import check_even_width, check_heads, check_kv_heads
 from arbcli.config.parts.base import PartConfig
@@ -58,10 +58,9 @@ class CompressedAttentionConfig(PartConfig):
             check_even_width(name, getattr(self, name))
         check_kv_heads(self.heads, self.kv_heads)
         if self.index_width % 4:
-            raise ArbError(
+            raise setting_error(
                 f"`index_width` is {self.index_width:,}",
-                hint="use a multiple of 4, half of which can be rotated",
-                fields=("index_width",),
+                "use a multiple of 4, half of which can be rotated",
             )
 
     @property
@@ -77,7 +76,7 @@ class CompressedAttentionConfig(PartConfig):
         if width % 2 or rotated > width or width > WIDEST_HEAD:
             raise ArbError(
                 f"of {width} numbers of a head, {rotated} cannot be rotated",
-                hint=f"use heads of 2 to {WIDEST_HEAD} numbers, of which no more are rotated",
+                f"use heads of 2 to {WIDEST_HEAD} numbers, of which no more are rotated",
                 fields=("head_width", "rotary"),
             )
 

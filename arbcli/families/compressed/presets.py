@@ -2,20 +2,9 @@
 
 from typing import Any
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import setting_error
+from arbcli.config import short_forms
 from arbcli.config.model import MOST_BLOCKS, Context, ModelConfig
-from arbcli.config.short_forms import (
-    FFN,
-    Dim,
-    Form,
-    Heads,
-    Layers,
-    Streams,
-    SubNorms,
-    TopK,
-    Window,
-    stack,
-)
 from arbcli.families.compressed.config import CompressedAttentionConfig
 
 MOST_RATIOS = 8
@@ -23,20 +12,20 @@ MOST_RATIOS = 8
 
 def compressed(
     *,
-    dim: Dim,
-    layers: Layers,
-    heads: Heads,
-    ffn: FFN,
+    dim: short_forms.Dim,
+    layers: short_forms.Layers,
+    heads: short_forms.Heads,
+    ffn: short_forms.FFN,
     ctx: Context,
-    sub_norms: SubNorms = True,
-    streams: Streams = 1,
+    sub_norms: short_forms.SubNorms = True,
+    streams: short_forms.Streams = 1,
     head_width: int | None = None,
     kv_heads: int = 1,
     rotary: int | None = None,
-    window: Window = 128,
+    window: short_forms.Window = 128,
     ratios: tuple[int, ...] = (4, 128),
     indexed_ratio: int = 4,
-    top_k: TopK = 128,
+    top_k: short_forms.TopK = 128,
     index_heads: int = 4,
     index_width: int = 32,
     mean_ratio: int | None = None,
@@ -49,10 +38,9 @@ def compressed(
     entries, without an indexer; from `mean_ratio` on, an entry is the mean of its positions.
     """
     if not 1 <= len(ratios) <= MOST_RATIOS or min(ratios) < 2:
-        raise ArbError(
+        raise setting_error(
             f"`ratios` has {len(ratios)} numbers, of which the least is {min(ratios, default=0):,}",
-            hint=f"use 1 to {MOST_RATIOS} of them, and 2 bytes or more",
-            fields=("ratios",),
+            f"use 1 to {MOST_RATIOS} of them, and 2 bytes or more",
         )
     mixers = [
         CompressedAttentionConfig(
@@ -71,24 +59,24 @@ def compressed(
         )
         for ratio in ratios
     ]
-    return stack(
+    return short_forms.stack(
         mixers, dim=dim, layers=layers, ffn=ffn, ctx=ctx, sub_norms=sub_norms, streams=streams,
         **storage,
     )  # fmt: skip
 
 
-FORM = Form(compressed, {"layers": MOST_BLOCKS})
+FORM = short_forms.Form(compressed, {"layers": MOST_BLOCKS})
 PRESETS: dict[str, dict[str, Any]] = {
     "arb-long": dict(
-        dim=768, layers=12, heads=12, ffn=1920, ctx=16384, head_width=128, rotary=64,
+        dim=768, layers=12, heads=12, ffn=1920, ctx=16384, head_width=128, rotary=64
     ),
     "arb-deep-small": dict(
         dim=512, layers=8, heads=8, ffn=256, ctx=4096, head_width=64, streams=4, window=128,
-        experts=16, moe_gate="softplus", hash_layers=2, shared_expert=True, moe_clamp=True,
+        experts=16, moe_gate="softplus", hash_layers=2, shared_expert=True, moe_clamp=True
     ),
     "arb-deep": dict(
         dim=1024, layers=61, heads=16, ffn=256, ctx=4096, head_width=128, streams=4, window=128,
-        experts=16, moe_gate="softplus", hash_layers=3, shared_expert=True, moe_clamp=True,
+        experts=16, moe_gate="softplus", hash_layers=3, shared_expert=True, moe_clamp=True
     ),
 }  # fmt: skip
 """Arguments of the form, by preset."""

@@ -65,8 +65,7 @@ class CompressedState(State):
             self.keys = clock.zeros(
                 slots, indexer.width, dtype=E4M3 if clock.cache_format.stored else None
             )
-            size = max(1, min(indexer.top_k, slots - 1))
-            self.choice = clock.zeros(size, dtype=torch.int32) - 1
+            self.choice = clock.zeros(max(1, min(indexer.top_k, slots - 1)), dtype=torch.int32) - 1
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors; each position also writes the incomplete entry and its key."""
@@ -78,13 +77,7 @@ class CompressedState(State):
             yield self._choice()
 
     def attend(
-        self,
-        x: Tensor,
-        norm: Any,
-        q: Tensor,
-        recent: Tensor,
-        values: Tensor,
-        gates: Tensor,
+        self, x: Tensor, norm: Any, q: Tensor, recent: Tensor, values: Tensor, gates: Tensor
     ) -> Tensor:
         """Store new bytes, and attend from them to all visible positions.
 
@@ -160,13 +153,7 @@ class CompressedState(State):
         )[0]
 
     def _choose(
-        self,
-        x: Tensor,
-        norm: Any,
-        keys: Tensor,
-        start: int,
-        group: int,
-        lowest: int,
+        self, x: Tensor, norm: Any, keys: Tensor, start: int, group: int, lowest: int
     ) -> Tensor:
         """Select entries for each group of new bytes, (1, N, k) int32; store the last selection."""
         choice, parts = self._choice(), list[Tensor]()
@@ -191,13 +178,7 @@ class CompressedState(State):
         return self.choice
 
     def _attend_one(
-        self,
-        x: Tensor,
-        norm: Any,
-        q: Tensor,
-        recent: Tensor,
-        values: Tensor,
-        gates: Tensor,
+        self, x: Tensor, norm: Any, q: Tensor, recent: Tensor, values: Tensor, gates: Tensor
     ) -> Tensor:
         """Attend from one new byte; no shape depends on its position."""
         layer = self.layer
@@ -290,8 +271,7 @@ class CompressedState(State):
         if choice is not None:
             numbers = choice.long()
         else:  # the latest entry of each slot, one of which may be incomplete
-            every = torch.arange(slots, device=q.device)
-            numbers = complete - 1 - (complete - 1 - every) % slots
+            numbers = complete - 1 - (complete - 1 - torch.arange(slots, device=q.device)) % slots
         there = (numbers >= 0) & (numbers >= complete - self.max_entries)
         places = torch.arange(window, device=q.device)
         seen = torch.cat((there, places <= position))

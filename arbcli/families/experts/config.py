@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import setting_error
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.settings import Setting
@@ -41,10 +41,8 @@ class ExpertsConfig(PartConfig):
         """
         PartConfig.__post_init__(self)
         if self.top_k > self.experts:
-            raise ArbError(
-                f"`top_k` is {self.top_k} of {self.experts} experts",
-                hint=f"use 1 to {self.experts}",
-                fields=("top_k",),
+            raise setting_error(
+                f"`top_k` is {self.top_k} of {self.experts} experts", f"use 1 to {self.experts}"
             )
 
     @property

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Annotated
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import setting_error
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.settings import PRESETS_OWN, Setting, check_choice
@@ -39,37 +39,33 @@ def build_experts(
     """Build experts; errors name the argument of the short form for `top_k`."""
     check_choice("moe_gate", gate, GATES)
     if top_k > experts:
-        raise ArbError(
-            f"`{top_k_name}` is {top_k} of {experts} experts",
-            hint=f"use 1 to {experts}",
-            fields=(top_k_name,),
+        raise setting_error(
+            f"`{top_k_name}` is {top_k} of {experts} experts", f"use 1 to {experts}"
         )
     return ExpertsConfig(
         experts=experts, top_k=top_k, width=width, gate=gate, shared=shared, clamp=clamp
     )
 
 
+_TOP_K_EXPERTS = Setting(
+    "Experts that a position uses; for presets with a graph, the same as `moe_top_k`.",
+    minimum=1,
+    default="the preset's, or 2",
+)
+_HASH_LAYERS = Setting(
+    "First blocks of the innermost stage that choose experts by a hash.",
+    minimum=0,
+    default=PRESETS_OWN,
+)
+
+
 def replace_mlps(
     config: ModelConfig,
     *,
     experts: Annotated[int | None, EXPERTS] = None,
-    top_k_experts: Annotated[
-        int | None,
-        Setting(
-            "Experts that a position uses; for presets with a graph, the same as `moe_top_k`.",
-            minimum=1,
-            default="the preset's, or 2",
-        ),
-    ] = None,
+    top_k_experts: Annotated[int | None, _TOP_K_EXPERTS] = None,
     moe_gate: Gate = GATES[0],
-    hash_layers: Annotated[
-        int,
-        Setting(
-            "First blocks of the innermost stage that choose experts by a hash.",
-            minimum=0,
-            default=PRESETS_OWN,
-        ),
-    ] = 0,
+    hash_layers: Annotated[int, _HASH_LAYERS] = 0,
     shared_expert: SharedExpert = False,
     moe_clamp: Clamp = False,
 ) -> ModelConfig:
@@ -90,10 +86,9 @@ def replace_mlps(
             "moe_clamp": moe_clamp,
         }
         if names := [name for name, differs in is_set.items() if differs]:
-            raise ArbError(
+            raise setting_error(
                 f"`{names[0]}` only applies to experts, and the model has none",
-                hint="give `experts` too",
-                fields=(names[0], "experts"),
+                "give `experts` too",
             )
         return config
     top_k = TOP_K_EXPERTS if top_k_experts is None else top_k_experts
@@ -102,13 +97,11 @@ def replace_mlps(
         assert isinstance(block.channel, MLPConfig)
         gate = "hash" if index < hash_layers else moe_gate
         check_choice("moe_gate", moe_gate, GATES)
-        width = block.channel.width
         channel = build_experts(
-            experts, "top_k_experts", top_k, width, gate, shared_expert, moe_clamp
+            experts, "top_k_experts", top_k, block.channel.width, gate, shared_expert, moe_clamp
         )
         blocks.append(replace(block, channel=channel))
-    stage = replace(config.main, blocks=tuple(blocks))
-    return replace(config, stages=(*config.outer, stage))
+    return replace(config, stages=(*config.outer, replace(config.main, blocks=tuple(blocks))))
 
 
 MODIFIER = replace_mlps

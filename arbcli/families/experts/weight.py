@@ -111,8 +111,7 @@ class ExpertWeight(StreamedTensor, LowPrecision):
             ]
             owners, order = torch.cat(owners_of_each).sort(stable=True)
             x, grad_y = torch.cat([x for x, _ in sources])[order], grad_y[order]
-            experts = torch.arange(self.matrices + 1, device=x.device)
-            bounds = torch.searchsorted(owners, experts)
+            bounds = torch.searchsorted(owners, torch.arange(self.matrices + 1, device=x.device))
         for experts_range in self.gradient_ranges():
             grads = grouped_grad_w(grad_y, x, bounds[experts_range.start : experts_range.stop + 1])
             sink(self, grads, experts_range)

@@ -67,8 +67,7 @@ class Codebook(nn.Module):
         self.heads, self.key_dim, self.top_k = config.heads, config.key_width, config.top_k
         halves, width, values_dim = config.halves, config.width, config.heads * config.width
         self.norm = layers.norm(spec.dim, spec)
-        queries = config.heads * 2 * config.key_width
-        self.query = layers.linear(queries, spec.dim, spec, area=area)
+        self.query = layers.linear(config.heads * 2 * config.key_width, spec.dim, spec, area=area)
         self.query_norm = layers.norm(config.key_width, spec)
         self.left = layers.linear(halves[0], config.key_width, spec, area=area)
         self.right = layers.linear(halves[1], config.key_width, spec, area=area)

@@ -8,7 +8,7 @@ A codebook is a table with product keys, or a vector quantiser.
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import setting_error
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import BetweenConfig, PartConfig
 from arbcli.config.settings import Setting
@@ -49,10 +49,9 @@ class CodebookConfig(PartConfig):
         """
         PartConfig.__post_init__(self)
         if self.top_k > min(self.halves):
-            raise ArbError(
+            raise setting_error(
                 f"`top_k` is {self.top_k}",
-                hint=f"use at most the number of half keys, {min(self.halves)}",
-                fields=("top_k",),
+                f"use at most the number of half keys, {min(self.halves)}",
             )
 
     def products(self, spec: LayerSpec, positions: float) -> float:
@@ -121,10 +120,9 @@ class IteratedConfig(PartConfig):
         for name, needed in (("graph_gate", ("edges", "experts")), ("graph_adapters", ("edges",))):
             missing = [part for part in needed if getattr(self, part) is None]
             if getattr(self, name) and missing:
-                raise ArbError(
+                raise setting_error(
                     f"`{name}` needs `{missing[0]}`, and there are none",
-                    hint=f"add `{missing[0]}`, or leave `{name}` out",
-                    fields=(name, missing[0]),
+                    f"add `{missing[0]}`, or leave `{name}` out",
                 )
 
     @property
@@ -171,10 +169,8 @@ class MemoriesConfig(BetweenConfig):
         """
         PartConfig.__post_init__(self)
         if self.iterated and self.iterated.edges and not self.codebook:
-            raise ArbError(
-                "the graph needs the codes of the codebook, which is missing",
-                hint="add `graph=False`",
-                fields=("graph",),
+            raise setting_error(
+                "the graph needs the codes of the codebook, which is missing", "add `graph=False`"
             )
 
     @property

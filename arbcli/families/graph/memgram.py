@@ -63,8 +63,7 @@ class MemGram(StepMemory):
         """
         entries = ngram_ids(text, len(self.symbol), (ORDER,))[..., 0]
         if torch.is_grad_enabled() and text.shape[1] > 1:
-            seen = torch.stack((entries[:, :-1], text[:, 1:])).flatten(1)
-            self._seen.append(seen)
+            self._seen.append(torch.stack((entries[:, :-1], text[:, 1:])).flatten(1))
         entries = entries[:, -length:].reshape(-1, 1)  # (B * T, 1)
         known = entries.clamp(min=0)
         strength = self.strength[known].float() / MOST * (entries >= 0)

@@ -41,8 +41,7 @@ class Memories(nn.Module):
         self.moe_graph = None
         if config and config.iterated:
             width = config.codebook.width if config.codebook else None
-            own_spec = config.iterated.own_spec(between)
-            self.moe_graph = MoEGraph(config.iterated, own_spec, width)
+            self.moe_graph = MoEGraph(config.iterated, config.iterated.own_spec(between), width)
         self.router = Router(2 + len(books), spec) if router else None
 
     def forward(

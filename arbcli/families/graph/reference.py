@@ -5,14 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from arbcli.families.graph.modeling import (
-    HALT_AT,
-    UNIT,
-    Codebook,
-    Iterated,
-    Quantiser,
-    row_scores,
-)
+from arbcli.families.graph.modeling import HALT_AT, UNIT, Codebook, Iterated, Quantiser, row_scores
 
 if TYPE_CHECKING:
     from arbcli.verify.reference import Reference

@@ -18,12 +18,12 @@ def check_chunks(model: LanguageModel) -> None:
     if not model.stages:
         raise ArbError(
             "this model reads bytes one by one, without chunks",
-            hint="train a preset with chunks, such as `hnet-tiny`",
+            "train a preset with chunks, such as `hnet-tiny`",
         )
     if model.tokenizer:
         raise ArbError(
             "the chunks of this model are of tokens, and only those of bytes are shown",
-            hint="leave `--chunks` out",
+            "leave `--chunks` out",
         )
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.config.layer_spec import VOCABULARY, LayerSpec
 from arbcli.config.parts.base import PartConfig, SplitConfig
 from arbcli.config.settings import Setting
@@ -38,11 +38,7 @@ class ChunkingConfig(SplitConfig):
         """
         PartConfig.__post_init__(self)
         if self.length < 2:
-            raise ArbError(
-                f"`chunk_length` is {self.length}",
-                hint="use 2 or more",
-                fields=("chunk_length",),
-            )
+            raise setting_error(f"`chunk_length` is {self.length}", "use 2 or more")
 
     def check_model(self, config: "ModelConfig") -> None:
         """Check that chunks that begin after spaces are chunks of bytes.
@@ -55,13 +51,13 @@ class ChunkingConfig(SplitConfig):
         if any(chunking is self for chunking in config.chunkings[1:]):
             raise ArbError(
                 "`boundaries` is `space`, and chunks of chunks have no spaces",
-                hint="use one stage, or `learned` or `every`",
+                "use one stage, or `learned` or `every`",
                 fields=("boundaries",),
             )
         if config.vocabulary != VOCABULARY:
             raise ArbError(
                 f"`boundaries=space` reads bytes, and the model has {config.vocabulary:,} symbols",
-                hint=f"leave it out, or the tokenizer: bytes are {VOCABULARY} symbols",
+                f"leave it out, or the tokenizer: bytes are {VOCABULARY} symbols",
                 fields=("vocabulary", "boundaries"),
             )
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import setting_error
 from arbcli.config.model import (
     MOST_BLOCKS,
     MOST_OUTER_STAGES,
@@ -24,6 +24,21 @@ STAGE_SETTINGS = ("outer_dim", "outer_layers", "outer_heads", "outer_ffn", "chun
 """Arguments with a number for each stage, the outermost first."""
 
 
+_CHUNK_LENGTH = Setting(
+    "Average length of a chunk, in positions, at every stage.", HNET, minimum=2, default=PRESETS_OWN
+)
+_OUTER_BLOCKS = Setting(
+    "Blocks of encoders and decoders: attention in a window, or mamba (Mamba-2).",
+    HNET,
+    choices=OUTER_BLOCKS,
+)
+_BOUNDARIES = Setting(
+    "Where chunks begin: learned; every, at a fixed length; or space, after each space.",
+    HNET,
+    choices=BOUNDARIES,
+)
+
+
 def hnet(
     *,
     dim: Dim,
@@ -35,35 +50,13 @@ def hnet(
     outer_layers: tuple[int, ...] | int,
     outer_heads: tuple[int, ...] | int,
     outer_ffn: tuple[int, ...] | int,
-    chunk_length: Annotated[
-        tuple[int, ...] | int,
-        Setting(
-            "Average length of a chunk, in positions, at every stage.",
-            HNET,
-            minimum=2,
-            default=PRESETS_OWN,
-        ),
-    ],
+    chunk_length: Annotated[tuple[int, ...] | int, _CHUNK_LENGTH],
     window: Window,
     sub_norms: SubNorms = True,
     streams: Streams = 1,
-    outer_blocks: Annotated[
-        str,
-        Setting(
-            "Blocks of encoders and decoders: attention in a window, or mamba (Mamba-2).",
-            HNET,
-            choices=OUTER_BLOCKS,
-        ),
-    ] = OUTER_BLOCKS[0],
+    outer_blocks: Annotated[str, _OUTER_BLOCKS] = OUTER_BLOCKS[0],
     states: int = 64,
-    boundaries: Annotated[
-        str,
-        Setting(
-            "Where chunks begin: learned; every, at a fixed length; or space, after each space.",
-            HNET,
-            choices=BOUNDARIES,
-        ),
-    ] = "learned",
+    boundaries: Annotated[str, _BOUNDARIES] = "learned",
     **storage: Any,
 ) -> ModelConfig:
     """Build a model with stages of chunks: outer blocks, and dense blocks in the innermost stage.
@@ -85,10 +78,9 @@ def hnet(
     }
     for name, values in sizes.items():
         if len(values) != number or not number:
-            raise ArbError(
+            raise setting_error(
                 f"`{name}` has numbers for {len(values)} stages, and `outer_dim` for {number}",
-                hint=f"give a number for each stage, of which there are 1 to {MOST_OUTER_STAGES}",
-                fields=(name, "outer_dim"),
+                f"give a number for each stage, of which there are 1 to {MOST_OUTER_STAGES}",
             )
     stages = []
     for index in range(number):
@@ -113,32 +105,32 @@ FORM = Form(hnet, {"layers": MOST_BLOCKS, "outer_layers": 256})
 PRESETS: dict[str, dict[str, Any]] = {
     "hnet-tiny": dict(
         dim=256, layers=3, heads=4, ffn=704, ctx=256, outer_dim=(128,), outer_layers=(1,),
-        outer_heads=(4,), outer_ffn=(352,), chunk_length=(4,), window=32,
+        outer_heads=(4,), outer_ffn=(352,), chunk_length=(4,), window=32
     ),
     "hnet-small": dict(
         dim=384, layers=5, heads=6, ffn=1024, ctx=1024, outer_dim=(256,), outer_layers=(1,),
-        outer_heads=(4,), outer_ffn=(704,), chunk_length=(4,), window=128,
+        outer_heads=(4,), outer_ffn=(704,), chunk_length=(4,), window=128
     ),
     "hnet-base": dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(512,), outer_layers=(2,),
-        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(4,), window=128,
+        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(4,), window=128
     ),
     "hnet-every": dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(512,), outer_layers=(2,),
-        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(32,), window=128, boundaries="every",
+        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(32,), window=128, boundaries="every"
     ),
     "hnet-long": dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=16384, outer_dim=(512,), outer_layers=(2,),
-        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(32,), window=128, boundaries="every",
+        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(32,), window=128, boundaries="every"
     ),
     "hnet-code": dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=16384, outer_dim=(512,), outer_layers=(2,),
-        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(128,), window=128, boundaries="every",
+        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(128,), window=128, boundaries="every"
     ),
     "hnet-two-stage": dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(384, 512),
         outer_layers=(2, 2), outer_heads=(6, 8), outer_ffn=(1024, 1408), chunk_length=(3, 3),
-        window=128,
+        window=128
     ),
 }  # fmt: skip
 """Arguments of the form, by preset."""

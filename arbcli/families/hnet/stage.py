@@ -12,18 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.model import ModelConfig
-from arbcli.families.hnet.chunking import (
-    BoundaryRouter,
-    Routed,
-    find_chunks,
-    ratio_loss,
-    route_every,
-    route_words,
-    share_of,
-    spread,
-    spread_chunks,
-    take_chunks,
-)
+from arbcli.families.hnet import chunking
 from arbcli.families.hnet.kernels.boundary_scores import boundary_scores
 from arbcli.families.hnet.kernels.route_position import route_position_, take_chunk_
 from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks
@@ -59,7 +48,9 @@ class Stage(nn.Module, JoinedStatistics):
         spec, inner = self.chunking.own_spec(outer), config.layer_spec(index + 1)
         parts = layers_for(spec)
         self.encoder = Stack(stage.before, stage, outer)
-        self.router = BoundaryRouter(spec) if self.chunking.boundaries == "learned" else None
+        self.router = (
+            chunking.BoundaryRouter(spec) if self.chunking.boundaries == "learned" else None
+        )
         self.inward = parts.linear(inner.dim, spec.dim, spec, area="chunking")
         self.outward_norm = parts.norm(inner.dim, inner)
         self.outward = parts.linear(spec.dim, inner.dim, spec, area="chunking")
@@ -90,7 +81,7 @@ class Stage(nn.Module, JoinedStatistics):
         routed = self._route(x, ids)
         if valid is not None:
             routed = routed._replace(begins=routed.begins & valid)
-        chunks = find_chunks(routed.begins, self.config.capacity(self.index, x.shape[1]))
+        chunks = chunking.find_chunks(routed.begins, self.config.capacity(self.index, x.shape[1]))
         inside = reading.select_positions(chunks.first)
         if inside.places is None:
             raise ValueError("chunks need the places of their positions")
@@ -100,14 +91,14 @@ class Stage(nn.Module, JoinedStatistics):
             (chunks.first >= 0).sum(),
             chunks.overflow.sum(),
         )
-        ratio = ratio_loss(routed, self.chunking.length, valid) if self.router else None
+        ratio = chunking.ratio_loss(routed, self.chunking.length, valid) if self.router else None
         if torch.is_grad_enabled():
             self.counts = torch.stack(counts)
         if self.recorded is not None:
             self.recorded.append(inside.places)
-        within = inner(self.inward(take_chunks(x, chunks)), inside)
+        within = inner(self.inward(chunking.take_chunks(x, chunks)), inside)
         z, _ = project(self.outward, within.x, self.outward_norm, within.added)
-        x = spread(z, routed.p, self.residual(x), chunks)
+        x = chunking.spread(z, routed.p, self.residual(x), chunks)
         after = self.decoder(x, reading, recompute=recompute)
         losses = merge(before.losses, within.losses, after.losses)
         if ratio is not None:
@@ -133,13 +124,13 @@ class Stage(nn.Module, JoinedStatistics):
         name = f"chunk_length_{self.index + 1}" if self.index else "chunk_length"
         return {name: positions / chunks, "joined": overflow / (chunks + overflow)}
 
-    def _route(self, x: Tensor, ids: Tensor) -> Routed:
+    def _route(self, x: Tensor, ids: Tensor) -> chunking.Routed:
         if self.router:
             return self.router(x)
         if self.chunking.boundaries == "space":
-            return route_words(ids, torch.full_like(ids[:, :1], -1))
+            return chunking.route_words(ids, torch.full_like(ids[:, :1], -1))
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        return route_every(self.chunking.length, positions)
+        return chunking.route_every(self.chunking.length, positions)
 
     def new_state(self, ctx: int, texts: StateSpec) -> "StageState":
         """Create the decoding state of a text, or of a batch of texts: see `PositionCounter`."""
@@ -172,11 +163,10 @@ class Stage(nn.Module, JoinedStatistics):
         if self.router:
             routed = past.route(x, self.router.query_key(x), places)
         elif self.chunking.boundaries == "space":
-            last_byte = torch.where(first == 0, -1, past.byte)
-            routed = route_words(ids, last_byte)
+            routed = chunking.route_words(ids, torch.where(first == 0, -1, past.byte))
             past.byte.copy_(ids[:, -1:])
         else:
-            routed = route_every(self.chunking.length, places)
+            routed = chunking.route_every(self.chunking.length, places)
         past.x, past.residual = x, self.residual(x)
         past.p, past.begins = routed
         if past.begins.any():
@@ -321,7 +311,7 @@ class StageState(State):
         begins = self.inner.active if texts else None
         take_chunk_(z, self.p, residual, self.mean, y, counted, begins)
 
-    def route(self, x: Tensor, query_key: Tensor, places: Tensor) -> Routed:
+    def route(self, x: Tensor, query_key: Tensor, places: Tensor) -> chunking.Routed:
         """Compute the chunk boundaries among new positions x, (1, T, D), at `places`, (1, T)."""
         width = x.shape[-1]
         # only the query of the previous position is compared
@@ -333,7 +323,7 @@ class StageState(State):
         p = boundary_scores(*before)[:, 1:].masked_fill(places == 0, 1)
         self.last[0].copy_(x[0, -1])
         self.last[1].copy_(query_key[0, -1, :width])
-        return Routed(p, p > 0.5)
+        return chunking.Routed(p, p > 0.5)
 
     def chosen(self) -> Tensor:
         """Return the new positions that begin chunks, (1, n, D)."""
@@ -342,7 +332,7 @@ class StageState(State):
     def take_in(self, z: Tensor) -> None:
         """Smooth the inner network's outputs for new chunks, (1, n, D)."""
         p = self.p[self.begins][None]
-        share = torch.cat((torch.ones_like(p[:, :1]), share_of(p)), dim=1)
+        share = torch.cat((torch.ones_like(p[:, :1]), chunking.share_of(p)), dim=1)
         self._means = smooth_chunks(torch.cat((self.mean[None, None], z.float()), dim=1), share)
         self.mean.copy_(self._means[0, -1])
 
@@ -353,4 +343,4 @@ class StageState(State):
             means, owner = self.mean[None, None], torch.zeros_like(self.begins, dtype=torch.int64)
         else:
             owner = self.begins.cumsum(1)
-        return spread_chunks(self.residual, means, owner)
+        return chunking.spread_chunks(self.residual, means, owner)

@@ -105,8 +105,7 @@ class LatentAttention(CachedAttention):
     def step(self, x: Tensor, state: "LatentRing", residual: Tensor | None) -> Tensor:
         """Attend from one new position: see `Part.step`."""
         row = self.query_down.fused(x, normalise=True)
-        up = self.up.decoded(x.dtype)
-        y = state.attend_one(row, up, SHARPNESS * self.head_dim**-0.5)
+        y = state.attend_one(row, self.up.decoded(x.dtype), SHARPNESS * self.head_dim**-0.5)
         normalise = self.sub_norm is not None
         return self.output.fused(y.view(x.shape), normalise=normalise, added=residual)
 
@@ -232,8 +231,7 @@ class LatentRing(State):
             T) bool.
         """
         slots = self.clock.places % self.window
-        earlier = self.latent.get().clone()
-        after = torch.cat((earlier, self.latent.put(slots, latent)), dim=1)
+        after = torch.cat((self.latent.get().clone(), self.latent.put(slots, latent)), dim=1)
         extended = after, torch.cat((self.rotated, rotated), dim=1)
         self.rotated.index_copy_(1, slots, rotated)
         return *extended, self.mask

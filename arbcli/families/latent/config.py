@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import setting_error
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.attention import check_heads
 from arbcli.config.parts.base import PartConfig
@@ -32,10 +32,9 @@ class LatentAttentionConfig(PartConfig):
         check_heads(self.heads, spec)
         width = self.head_width(spec)
         if self.rotary % 2 or self.rotary > width:
-            raise ArbError(
+            raise setting_error(
                 f"of {width} numbers of a head, {self.rotary} cannot be rotated",
-                hint="use a larger `dim`, or fewer `heads`",
-                fields=("dim", "heads"),
+                "use a larger `dim`, or fewer `heads`",
             )
 
     def head_width(self, spec: LayerSpec) -> int:

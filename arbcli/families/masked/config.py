@@ -26,7 +26,7 @@ def check_masked(model: ModelConfig) -> None:
     for name, reason in reasons.items():
         raise ArbError(
             f"`objective` is `masked`, and the model has {name}: {reason}",
-            hint="use a preset of dense blocks, such as `base`, or `objective=next`",
+            "use a preset of dense blocks, such as `base`, or `objective=next`",
             fields=("objective",),
         )
 
@@ -40,13 +40,13 @@ def check_fill(model: ModelConfig) -> None:
     for name in [*model.byte_readers, *(["`tied`"] if model.tied else [])]:
         raise ArbError(
             f"`objective` is `fill`, and the model has {name}, which does not support holes",
-            hint="use a preset of dense blocks, such as `base`, or `objective=next`",
+            "use a preset of dense blocks, such as `base`, or `objective=next`",
             fields=("objective",),
         )
     maximum = min(MOST, model.vocabulary**2 - 1)
     if not LEAST_FILL_CTX <= model.ctx <= maximum:
         raise ArbError(
             f"`objective` is `fill`, and `ctx` is {model.ctx}",
-            hint=f"use a context of {LEAST_FILL_CTX} to {maximum:,}",
+            f"use a context of {LEAST_FILL_CTX} to {maximum:,}",
             fields=("objective", "ctx"),
         )

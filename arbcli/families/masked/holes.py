@@ -171,7 +171,7 @@ def fill_text(
     check_fills(config)
     if not filled:
         raise ArbError(
-            f"the text of `--infill` has no `{HOLE}`", hint=f'put it where a hole is: "a {HOLE} b"'
+            f"the text of `--infill` has no `{HOLE}`", f'put it where a hole is: "a {HOLE} b"'
         )
     first, *others = parts
     before = 0 if model.tokenizer is None else len(model.tokenizer.beginning)
@@ -181,7 +181,7 @@ def fill_text(
     if size > capacity:
         raise ArbError(
             f"the text has {size:,} symbols with its holes, and the model reads {capacity:,}",
-            hint="use a smaller `--length`, or a shorter text",
+            "use a smaller `--length`, or a shorter text",
         )
     steps = filled if steps is None else min(steps, filled)
     started = time.perf_counter()

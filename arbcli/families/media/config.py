@@ -55,7 +55,7 @@ class CompositeConfig(PartConfig):
             if is_there:
                 raise ArbError(
                     f"a composite head does not combine with `{name}`",
-                    hint=f"leave `{name}` or `composite` out",
+                    f"leave `{name}` or `composite` out",
                     fields=(name,),
                 )
 

@@ -38,7 +38,7 @@ def prompt_and_length(
     if span is None or span.start:
         if keep is not None:
             raise ArbError(
-                "`--keep` only applies to a sound or a picture", hint="leave it out for a text"
+                "`--keep` only applies to a sound or a picture", "leave it out for a text"
             )
         return content, length
     header = span.header
@@ -47,12 +47,12 @@ def prompt_and_length(
     if kinds and header.kind not in kinds:
         raise ArbError(
             f"the prompt is a {header.kind}, and `--out` is a {' or '.join(kinds)}",
-            hint=f"choose a name that ends in {', '.join(MEDIA[header.kind])}",
+            f"choose a name that ends in {', '.join(MEDIA[header.kind])}",
         )
     if not kinds:
         raise ArbError(
             f"the prompt is a {header.kind}, and its continuation needs a file",
-            hint="add `--out FILE`, or `--keep 1` to generate the text after it",
+            "add `--out FILE`, or `--keep 1` to generate the text after it",
         )
     kept_items = int((KEPT if keep is None else keep) * (header.body_bytes // header.item_bytes))
     rest = header.body_bytes - kept_items * header.item_bytes
@@ -62,7 +62,7 @@ def prompt_and_length(
     if not rest:
         raise ArbError(
             "the whole file is the prompt, and nothing is left to make",
-            hint="use a smaller `--keep`, give a sound a `--length`, or leave out `--out` and"
+            "use a smaller `--keep`, give a sound a `--length`, or leave out `--out` and"
             " `--bytes` to generate text",
         )
     body = content[span.body : span.body + kept_items * header.item_bytes]
@@ -108,7 +108,7 @@ def write_first(path: Path, content: bytes) -> str:
     if span is None:
         raise ArbError(
             f"the model wrote no {kind}, so `{path}` was not written",
-            hint=f"prompt it with the beginning of a {kind}, or train it on some",
+            f"prompt it with the beginning of a {kind}, or train it on some",
         )
     body = content[span.body : span.stop]
     header = span.header

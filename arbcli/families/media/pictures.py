@@ -50,7 +50,7 @@ def check_form(form: str) -> None:
     if match is None or max(int(match[2] or 1), int(match[3] or 1)) > MOST_SIDE:
         raise ArbError(
             f"`picture` is `{form}`",
-            hint="use `rgb` or `grey`, or a size with it, as in `rgb:64x48`",
+            "use `rgb` or `grey`, or a size with it, as in `rgb:64x48`",
             fields=("picture",),
         )
 
@@ -98,12 +98,12 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
             pixels = np.asarray(plain)
         except image_module.DecompressionBombError:  # its header has more than twice Pillow's limit
             raise ArbError(
-                f"`{path}` has too many pixels: at most {MOST_PIXELS:,} are read", hint=SCALED
+                f"`{path}` has too many pixels: at most {MOST_PIXELS:,} are read", SCALED
             ) from None
         except (OSError, SyntaxError, ValueError) as error:
             raise ArbError(
                 f"`{path}` is not a readable picture: {content.cut_by or _reason(error)}",
-                hint=LIGHTER if content.cut_by else DAMAGED,
+                LIGHTER if content.cut_by else DAMAGED,
             ) from None
     yield PictureHeader(mode, pixels.shape[1], pixels.shape[0]).encode()
     yield _rows(pixels)
@@ -137,7 +137,7 @@ def _check(size: tuple[int, int], path: Path) -> None:
     if size[0] * size[1] > MOST_PIXELS or max(size) > MOST_SIDE:
         raise ArbError(
             f"`{path}` has {size[0]:,} x {size[1]:,} pixels, and at most {MOST_PIXELS:,} are read",
-            hint=SCALED,
+            SCALED,
         )
 
 
@@ -145,8 +145,7 @@ def _rows(pixels: "np.ndarray") -> bytes:
     import numpy as np  # takes a tenth of a second, and help needs none
 
     rows = pixels.reshape(len(pixels), -1)
-    ends = np.full((len(rows), 1), ord("\n"), np.uint8)
-    return np.concatenate([rows, ends], axis=1).tobytes()
+    return np.concatenate([rows, np.full((len(rows), 1), ord("\n"), np.uint8)], axis=1).tobytes()
 
 
 def decode_pixels(body: bytes, header: PictureHeader) -> "np.ndarray":
@@ -173,7 +172,7 @@ def write_picture(path: Path, body: bytes, header: PictureHeader) -> None:
     try:
         image.save(path)
     except (OSError, ValueError) as error:
-        raise ArbError(f"cannot write `{path}`: {error}", hint="check its folder") from None
+        raise ArbError(f"cannot write `{path}`: {error}", "check its folder") from None
 
 
 def encoded_bytes(pixels: "np.ndarray") -> dict[str, int]:

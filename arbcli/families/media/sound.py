@@ -84,23 +84,19 @@ def _check(header: SoundHeader, path: Path) -> None:
         raise _damaged(path, f"its header says {header.frames:,} frames")
     if header.channels > MOST_CHANNELS:
         raise ArbError(
-            f"`{path}` has {header.channels} channels",
-            hint=f"mix it down to {MOST_CHANNELS} or 1",
+            f"`{path}` has {header.channels} channels", f"mix it down to {MOST_CHANNELS} or 1"
         )
 
 
 def _too_heavy(path: Path, content: BoundedFile) -> ArbError:
     return ArbError(
         f"`{path}` is not a readable sound: {content.cut_by}",
-        hint="save its samples alone, without metadata, unless it is damaged",
+        "save its samples alone, without metadata, unless it is damaged",
     )
 
 
 def _damaged(path: Path, why: str) -> ArbError:
-    return ArbError(
-        f"`{path}` is not a readable sound: {why.strip().rstrip('.')}",
-        hint=DAMAGED,
-    )
+    return ArbError(f"`{path}` is not a readable sound: {why.strip().rstrip('.')}", DAMAGED)
 
 
 def encode_samples(samples: "np.ndarray", form: str) -> bytes:
@@ -144,7 +140,7 @@ def write_sound(path: Path, body: bytes, header: SoundHeader) -> None:
     try:
         soundfile.write(path, decode_samples(body, header), header.rate)
     except (OSError, soundfile.SoundFileError) as error:
-        raise ArbError(f"cannot write `{path}`: {error}", hint="check its folder") from None
+        raise ArbError(f"cannot write `{path}`: {error}", "check its folder") from None
 
 
 def flac_bytes(samples: "np.ndarray", rate: int) -> int:

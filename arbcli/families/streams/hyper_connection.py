@@ -87,8 +87,7 @@ class HyperConnection(nn.Module):
 
     def weights(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute a, B and c, (M, n), (M, n, n) and (M, n) float32, from streams (M, n, D)."""
-        raw = self.projection(x.flatten(1), self.norm)
-        return self.stream_weights(raw, self.bias())
+        return self.stream_weights(self.projection(x.flatten(1), self.norm), self.bias())
 
     def step_weights(self, x: Tensor) -> tuple[Tensor, ...]:
         """Compute the weights of a decoding step with a fused product: see `weights`."""

@@ -159,20 +159,19 @@ def encode_digits(
         raise ArbError(
             f"`{name}` has rows of {columns} weights in groups of {group_size}, which are not"
             f" the blocks of {kind.block} of {kind.name}",
-            hint="use `--type bf16`, which holds any weights",
+            "use `--type bf16`, which holds any weights",
         )
     digits = digits.contiguous()
     lowest, highest = map(int, digits.aminmax())
     if max(highest, -lowest) > kind.largest:
         raise ArbError(
             f"`{name}` has weights of more digits than {kind.name} holds",
-            hint="use `--type q8_0`, or `--type bf16`, which holds any weights",
+            "use `--type q8_0`, or `--type bf16`, which holds any weights",
         )
     block_scales = scales.repeat_interleave(group_size // kind.block, dim=1)
     block_scales = block_scales[:, : columns // kind.block]
     words = digits.view(torch.int64).unflatten(1, (-1, kind.block // 8))  # eight at once
-    used = words.ne(0).any(dim=2)
-    block_scales = torch.where(used, block_scales, 0.0)
+    block_scales = torch.where(words.ne(0).any(dim=2), block_scales, 0.0)
     held = block_scales.to(torch.float16).to(torch.float32)
     if kind is Q8_0:
         held = torch.where(block_scales < LEAST_NORMAL, block_scales, held)
@@ -184,5 +183,5 @@ def encode_digits(
 def _not_held(name: str, kind: BlockType) -> ArbError:
     return ArbError(
         f"`{name}` has a scale that fp16 does not hold, so {kind.name} would round its weights",
-        hint="use `--type bf16`, which holds any weights",
+        "use `--type bf16`, which holds any weights",
     )

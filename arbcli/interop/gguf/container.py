@@ -208,4 +208,4 @@ class GGUFFile:
         return value
 
     def _refused(self, why: str) -> ArbError:
-        return ArbError(f"`{self.path}`: refused: {why}", hint="name a GGUF file of `arb export`")
+        return ArbError(f"`{self.path}`: refused: {why}", "name a GGUF file of `arb export`")

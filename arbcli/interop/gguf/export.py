@@ -20,6 +20,7 @@ from arbcli.base.run_files import CONFIG, TOKENIZER
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.generation.load import Weights
+from arbcli.interop.gguf import container
 from arbcli.interop.gguf.block_types import (
     BF16,
     F32,
@@ -31,29 +32,9 @@ from arbcli.interop.gguf.block_types import (
     encode_digits,
     encode_numbers,
 )
-from arbcli.interop.gguf.container import (
-    BOOL,
-    FLOAT32,
-    INT32,
-    STRING,
-    UINT32,
-    Entry,
-    GGUFFile,
-    write_gguf,
-)
 from arbcli.interop.gguf.tokens import NORMAL, token_keys
+from arbcli.interop.huggingface import dense
 from arbcli.interop.huggingface.companions import companions_of, tokenizer_of
-from arbcli.interop.huggingface.dense import (
-    ARCHITECTURES,
-    Architecture,
-    Part,
-    Source,
-    check_attention,
-    known_shape,
-    read,
-    shape_of,
-    sources,
-)
 from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.codec.packing import unpack_trits
@@ -98,15 +79,15 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
     else:
         raise ArbError(
             f"`{weights.path.parent}` has no `{TOKENIZER}`, and GGUF holds a tokenizer",
-            hint="put that of the model there, or use `--to hf`",
+            "put that of the model there, or use `--to hf`",
         )
     chosen = TYPES[kind] if kind else smallest_type(model.config)
-    model_sources = list(sources(model))
+    model_sources = list(dense.sources(model))
     entries = [_entry(part, chosen) for source in model_sources for part in source.parts]
     keys = _keys(model.config, name, weights, architecture) | tokens
     divisors = _divisors(model.config)
     if divisors is not None:
-        entries.append(Entry("rope_freqs.weight", tuple(divisors.shape), F32))
+        entries.append(container.Entry("rope_freqs.weight", tuple(divisors.shape), F32))
 
     def parts() -> Iterator[Tensor]:
         for source in model_sources:
@@ -114,24 +95,24 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
         if divisors is not None:
             yield encode_numbers("rope_freqs.weight", divisors, F32)
 
-    write_file(path, lambda file: write_gguf(file, keys, entries, parts()))
+    write_file(path, lambda file: container.write_gguf(file, keys, entries, parts()))
     return chosen
 
 
-def architecture_of(config: ModelConfig, companions: Path | None) -> Architecture:
+def architecture_of(config: ModelConfig, companions: Path | None) -> dense.Architecture:
     """Return the architecture that a model was imported from, or an equivalent one."""
     if companions is None:
-        return known_shape(config).architecture
-    return ARCHITECTURES[read_json(companions / CONFIG, {})["model_type"]]
+        return dense.known_shape(config).architecture
+    return dense.ARCHITECTURES[read_json(companions / CONFIG, {})["model_type"]]
 
 
-def check_architecture(config: ModelConfig, architecture: Architecture) -> None:
+def check_architecture(config: ModelConfig, architecture: dense.Architecture) -> None:
     """Check that llama.cpp supports a model's settings in an architecture.
 
     Raises:
         ArbError: it is refused.
     """
-    shape = known_shape(config)
+    shape = dense.known_shape(config)
     scaling = shape.rotary.scaling
     is_yarn = scaling == "yarn"
     refused = {
@@ -145,34 +126,38 @@ def check_architecture(config: ModelConfig, architecture: Architecture) -> None:
         if there:
             raise ArbError(
                 f"arb writes no {what} for llama.cpp's {architecture.gguf}",
-                hint="use `--to hf` or `--to safetensors`",
+                "use `--to hf` or `--to safetensors`",
             )
 
 
 def _divisors(config: ModelConfig) -> Tensor | None:
     """Compute the divisor of each pair's angle, (d / 2,) float32; None if all are 1."""
-    rotary, width = known_shape(config).rotary, known_shape(config).head_width
+    rotary, width = dense.known_shape(config).rotary, dense.known_shape(config).head_width
     if rotary.scaling != "llama3":
         return None
     plain = rotary_rates(width, RotaryConfig(base=rotary.base))
     return (plain / rotary_rates(width, rotary)).to(torch.float32)
 
 
-def read_reordered(file: GGUFFile, name: str) -> Tensor:
+def read_reordered(file: container.GGUFFile, name: str) -> Tensor:
     """Read a tensor of a file, float32, with its rows in the order of `arb`."""
     weight, kind = file.tensor(name), file.keys.get("general.architecture")
     width = file.keys.get(f"{kind}.attention.key_length")
-    rotated = any(known.gguf == kind and known.interleaved for known in ARCHITECTURES.values())
+    rotated = any(
+        known.gguf == kind and known.interleaved for known in dense.ARCHITECTURES.values()
+    )
     if not (rotated and ROTATED.search(name) and width and len(weight) % width == 0):
         return weight
     return weight.unflatten(0, (-1, width // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _order(source: Source, config: ModelConfig, architecture: Architecture) -> dict[str, Tensor]:
+def _order(
+    source: dense.Source, config: ModelConfig, architecture: dense.Architecture
+) -> dict[str, Tensor]:
     """Return the row order of each tensor that is written in another order, int64 by name."""
     if not architecture.interleaved:
         return {}
-    width, orders = known_shape(config).head_width, {}
+    width, orders = dense.known_shape(config).head_width, {}
     for part in source.parts:
         if ROTATED.search(part.gguf):
             rows = torch.arange(part.shape[0]).view(-1, 2, width // 2)
@@ -192,36 +177,36 @@ def check_model(model: LanguageModel) -> None:
     Raises:
         ArbError: it is refused.
     """
-    check_attention(model.config)
-    shape = shape_of(model.config)
+    dense.check_attention(model.config)
+    shape = dense.shape_of(model.config)
     if shape is None:
         raise ArbError(
             "GGUF has no architecture with more than dense blocks of attention",
-            hint="use `--to hf` or `--to safetensors`; or train one of tiny, small, base and 1b,"
+            "use `--to hf` or `--to safetensors`; or train one of tiny, small, base and 1b,"
             " with `--no-sub-norms`",
         )
     if shape.bitnet:
         raise ArbError(
             "llama.cpp computes a BitNet with SiLU, and this one has relu(gate)**2",
-            hint="use `--to hf`, or `--to safetensors`, which arb reads",
+            "use `--to hf`, or `--to safetensors`, which arb reads",
         )
     if shape.sub_norms:
         raise ArbError(
             "GGUF has no architecture with norms before the output projections",
-            hint="train with `--no-sub-norms`; or use `--to hf` or `--to safetensors`",
+            "train with `--no-sub-norms`; or use `--to hf` or `--to safetensors`",
         )
 
 
-def _entry(part: Part, kind: BlockType) -> Entry:
-    return Entry(part.gguf, part.shape, kind if len(part.shape) == 2 else F32)
+def _entry(part: dense.Part, kind: BlockType) -> container.Entry:
+    return container.Entry(part.gguf, part.shape, kind if len(part.shape) == 2 else F32)
 
 
-def _encoded(source: Source, kind: BlockType, orders: dict[str, Tensor]) -> Iterator[Tensor]:
+def _encoded(source: dense.Source, kind: BlockType, orders: dict[str, Tensor]) -> Iterator[Tensor]:
     """Write the parts of a tensor as the bytes of a type; those of a vector are float32."""
     all_rows = slice(None)
     is_matrix = len(source.parts[0].shape) == 2
     if not is_matrix or kind.dtype is not None:
-        for part, weight in read(source):
+        for part, weight in dense.read(source):
             weight = weight[orders.get(part.gguf, all_rows)]
             yield encode_numbers(part.gguf, weight, kind if is_matrix else F32)
         return
@@ -243,53 +228,53 @@ def integers(packed: Packed) -> Tensor:
 
 
 def _keys(
-    config: ModelConfig, name: str, weights: Weights, architecture: Architecture
+    config: ModelConfig, name: str, weights: Weights, architecture: dense.Architecture
 ) -> dict[str, tuple[int, Any]]:
     """Return the metadata of the model and its origin."""
-    shape = known_shape(config)
+    shape = dense.known_shape(config)
     windows, rotary = [window for window in shape.windows if window], shape.rotary
     ours: dict[str, tuple[int, Any]] = {
-        "context_length": (UINT32, min((config.ctx, *windows))),
-        "embedding_length": (UINT32, shape.dim),
-        "block_count": (UINT32, shape.layers),
-        "feed_forward_length": (UINT32, shape.ffn),
-        "attention.head_count": (UINT32, shape.heads),
-        "attention.head_count_kv": (UINT32, shape.kv_heads),
-        "attention.key_length": (UINT32, shape.head_width),
-        "attention.value_length": (UINT32, shape.head_width),
-        "attention.layer_norm_rms_epsilon": (FLOAT32, shape.norm_eps),
-        "rope.freq_base": (FLOAT32, rotary.base),
-        "vocab_size": (UINT32, shape.vocabulary),
+        "context_length": (container.UINT32, min((config.ctx, *windows))),
+        "embedding_length": (container.UINT32, shape.dim),
+        "block_count": (container.UINT32, shape.layers),
+        "feed_forward_length": (container.UINT32, shape.ffn),
+        "attention.head_count": (container.UINT32, shape.heads),
+        "attention.head_count_kv": (container.UINT32, shape.kv_heads),
+        "attention.key_length": (container.UINT32, shape.head_width),
+        "attention.value_length": (container.UINT32, shape.head_width),
+        "attention.layer_norm_rms_epsilon": (container.FLOAT32, shape.norm_eps),
+        "rope.freq_base": (container.FLOAT32, rotary.base),
+        "vocab_size": (container.UINT32, shape.vocabulary),
     }
     if architecture.interleaved:
-        ours["rope.dimension_count"] = (UINT32, shape.head_width)
+        ours["rope.dimension_count"] = (container.UINT32, shape.head_width)
     if rotary.scaling in ("linear", "yarn"):
-        ours["rope.scaling.type"] = (STRING, rotary.scaling)
-        ours["rope.scaling.factor"] = (FLOAT32, rotary.factor)
+        ours["rope.scaling.type"] = (container.STRING, rotary.scaling)
+        ours["rope.scaling.factor"] = (container.FLOAT32, rotary.factor)
     if rotary.scaling == "yarn":
-        ours["rope.scaling.original_context_length"] = (UINT32, rotary.original_ctx)
+        ours["rope.scaling.original_context_length"] = (container.UINT32, rotary.original_ctx)
     return {
-        "general.architecture": (STRING, architecture.gguf),
-        "general.name": (STRING, name),
-        "general.quantization_version": (UINT32, 2),
+        "general.architecture": (container.STRING, architecture.gguf),
+        "general.name": (container.STRING, name),
+        "general.quantization_version": (container.UINT32, 2),
         **{f"{architecture.gguf}.{key}": value for key, value in ours.items()},
-        "arb.step": (UINT32, weights.checkpoint.step),
-        "arb.origin": (STRING, weights.origin),
+        "arb.step": (container.UINT32, weights.checkpoint.step),
+        "arb.origin": (container.STRING, weights.origin),
     }
 
 
 def _byte_tokens() -> dict[str, tuple[int, Any]]:
     """Return the metadata of a tokenizer of 256 bytes."""
     return {
-        "tokenizer.ggml.model": (STRING, "gpt2"),
-        "tokenizer.ggml.pre": (STRING, "gpt-2"),
-        "tokenizer.ggml.tokens": (STRING, byte_symbols()),
-        "tokenizer.ggml.token_type": (INT32, [NORMAL] * VOCABULARY),
-        "tokenizer.ggml.merges": (STRING, []),
-        "tokenizer.ggml.bos_token_id": (UINT32, END),
-        "tokenizer.ggml.eos_token_id": (UINT32, END),
-        "tokenizer.ggml.add_bos_token": (BOOL, False),
-        "tokenizer.ggml.add_eos_token": (BOOL, False),
+        "tokenizer.ggml.model": (container.STRING, "gpt2"),
+        "tokenizer.ggml.pre": (container.STRING, "gpt-2"),
+        "tokenizer.ggml.tokens": (container.STRING, byte_symbols()),
+        "tokenizer.ggml.token_type": (container.INT32, [NORMAL] * VOCABULARY),
+        "tokenizer.ggml.merges": (container.STRING, []),
+        "tokenizer.ggml.bos_token_id": (container.UINT32, END),
+        "tokenizer.ggml.eos_token_id": (container.UINT32, END),
+        "tokenizer.ggml.add_bos_token": (container.BOOL, False),
+        "tokenizer.ggml.add_eos_token": (container.BOOL, False),
     }
 
 

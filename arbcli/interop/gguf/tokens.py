@@ -33,10 +33,7 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BYTES_ONLY = {"add_prefix_space": False, "use_regex": False}
 BYTES_AND_WORDS = {"add_prefix_space": False, "use_regex": True}
 """Options of a `ByteLevel` step that decide tokens."""
-PATTERNS = {
-    _WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe",
-    _WORDS + r"\p{N}" + _REST: "qwen2",
-}
+PATTERNS = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST: "qwen2"}
 """Names of the rules of llama.cpp by the pattern of a `Split`."""
 STEPS: dict[tuple[str, ...], str] = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 """The same by the steps of a `pre_tokenizer` without a `Split`."""
@@ -68,7 +65,7 @@ def token_keys(
     tokenizer = _read(path)
     if tokenizer["model"]["type"] != "BPE" or tokenizer["model"].get("byte_fallback"):
         raise ArbError(
-            f"`{path}` is not byte-level BPE, the one kind that is written to GGUF", hint=HINT
+            f"`{path}` is not byte-level BPE, the one kind that is written to GGUF", HINT
         )
     _check_options(tokenizer, path)
     tokens: list[str | None] = [None] * config.vocabulary
@@ -76,7 +73,7 @@ def token_keys(
 
     def place(text: Any, index: Any, kind: int) -> None:
         if not (is_of(text, str) and is_of(index, int) and 0 <= index < config.vocabulary):
-            raise ArbError(f"`{path}` has a token that the model lacks: {text!r:.60}", hint=ALTERED)
+            raise ArbError(f"`{path}` has a token that the model lacks: {text!r:.60}", ALTERED)
         tokens[index], kinds[index] = text, kind
 
     for text, index in tokenizer["model"]["vocab"].items():
@@ -124,7 +121,7 @@ def _read(path: Path) -> dict[str, Any]:
         value = parse_json(read_companion(path))
         json.dumps(value, ensure_ascii=False).encode()  # halves of characters cannot be written
     except ValueError as error:
-        raise ArbError(f"`{path}` is not JSON: {error}", hint=ALTERED) from None
+        raise ArbError(f"`{path}` is not JSON: {error}", ALTERED) from None
     check_schema(value, SCHEMA, f"`{path}`", ALTERED)
     return value
 
@@ -133,7 +130,7 @@ def _merges(merges: list[Any], path: Path) -> list[str]:
     """Write merges as two texts with a space between; newer files have them as pairs."""
     texts = [" ".join(pair) if is_of(pair, list[str]) else pair for pair in merges]
     if not is_of(texts, list[str]):
-        raise ArbError(f"`{path}` has a merge that is not a pair of texts", hint=ALTERED)
+        raise ArbError(f"`{path}` has a merge that is not a pair of texts", ALTERED)
     return texts
 
 
@@ -151,9 +148,7 @@ def _rules(tokenizer: dict[str, Any], path: Path) -> str:
         splits_digits = steps[0].get("individual_digits") is True
         if splits_digits or kinds[0] != "Digits":
             return STEPS[kinds]
-    raise ArbError(
-        f"`{path}`: llama.cpp has no rules by which `pre_tokenizer` splits text", hint=HINT
-    )
+    raise ArbError(f"`{path}`: llama.cpp has no rules by which `pre_tokenizer` splits text", HINT)
 
 
 def _has_options(step: dict[str, Any], options: dict[str, bool]) -> bool:
@@ -180,7 +175,7 @@ def _check_options(tokenizer: dict[str, Any], path: Path) -> None:
 
 
 def _refused(path: Path, what: str) -> ArbError:
-    return ArbError(f"`{path}`: GGUF has no place for {what}", hint=HINT)
+    return ArbError(f"`{path}`: GGUF has no place for {what}", HINT)
 
 
 def _only_beginning(reader: Tokenizer, path: Path) -> int:

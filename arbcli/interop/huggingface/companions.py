@@ -75,7 +75,7 @@ def companions_of(run: Path, config: ModelConfig) -> Path | None:
     if ours is None or theirs is None or theirs._replace(ctx=ours.ctx) != ours:
         raise ArbError(
             f"`{folder}` came with another model than the one of `{run}`",
-            hint="restore the folder that the import made",
+            "restore the folder that the import made",
         )
     return folder
 
@@ -95,10 +95,10 @@ def tokenizer_of(weights: Weights) -> Path | None:
             return None
         raise ArbError(
             f"the model reads {config.vocabulary:,} tokens, and there is no `{path}`",
-            hint="put its own tokenizer there, or use `--to safetensors`",
+            "put its own tokenizer there, or use `--to safetensors`",
         )
     if digest not in (None, sha256(read_companion(path)).hexdigest()):
         raise ArbError(
-            f"`{path}` is not the tokenizer of `{weights.path}`", hint="restore it from a copy"
+            f"`{path}` is not the tokenizer of `{weights.path}`", "restore it from a copy"
         )
     return path

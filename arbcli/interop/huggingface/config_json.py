@@ -80,15 +80,15 @@ class _Fields:
         """Return a field of a type; it is required without `otherwise`."""
         value = self._left.pop(name, otherwise)
         if value is ...:
-            raise ArbError(f"{self.where} has no `{name}`", hint=HINT)
+            raise ArbError(f"{self.where} has no `{name}`", HINT)
         if value is not otherwise and not is_of(value, kind):
-            raise ArbError(f"{self.where} has no valid `{name}`: it is `{shown(value)}`", hint=HINT)
+            raise ArbError(f"{self.where} has no valid `{name}`: it is `{shown(value)}`", HINT)
         return value
 
     def refused(self, name: str, value: Any) -> ArbError:
         """Return the error of a value that is not supported."""
         return ArbError(
-            f"{self.where}: `{name}` is `{shown(value)}`, which arb does not support", hint=HINT
+            f"{self.where}: `{name}` is `{shown(value)}`, which arb does not support", HINT
         )
 
     def end(self, ignored: Collection[str] = ()) -> None:
@@ -101,13 +101,13 @@ class _Fields:
             if name not in self._left:
                 raise ArbError(
                     f"{self.where} has no field `{name}` that arb does not know",
-                    hint=f"leave `--ignore-field {name}` out",
+                    f"leave `--ignore-field {name}` out",
                 )
         for name in sorted(self._left.keys() - {*ignored}):
             value = shown(self._left[name])
             raise ArbError(
                 f"{self.where}: `{name}`, which is `{value}`, is not a field that arb knows",
-                hint=f"{HINT}; if the field decides nothing that is computed, add"
+                f"{HINT}; if the field decides nothing that is computed, add"
                 f" `--ignore-field {name}`",
             )
 
@@ -150,7 +150,7 @@ def read_config(
     if model_type == PACKED_TYPE:
         raise ArbError(
             f"{where}: the weights were packed for Transformers, and arb does not read them",
-            hint="name the run that they were exported from, or export it with `--to safetensors`",
+            "name the run that they were exported from, or export it with `--to safetensors`",
         )
     if model_type not in (*BIASES, CUSTOM_CODE_TYPE):
         raise fields.refused("model_type", model_type)
@@ -215,8 +215,7 @@ def divides_by_scale(values: Mapping[str, Any]) -> bool:
 
 def _check_quantization(fields: _Fields) -> None:
     """Check that a BitNet's weights are trits, and that nothing else is to be done to them."""
-    about = fields.take(QUANTIZATION, dict)
-    inner = _Fields(about, f"{fields.where}: `{QUANTIZATION}`")
+    inner = _Fields(fields.take(QUANTIZATION, dict), f"{fields.where}: `{QUANTIZATION}`")
     kind = inner.take("linear_class", str, "bitlinear")
     if kind not in BITNET_MODES:
         raise inner.refused("linear_class", kind)

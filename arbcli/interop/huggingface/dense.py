@@ -189,8 +189,7 @@ def check_attention(config: ModelConfig) -> None:
     for _, part in config.specs_and_parts():
         if isinstance(part, AttentionConfig) and (unsaid := _unsaid(part)):
             raise ArbError(
-                f"GGUF has no architecture with {unsaid}",
-                hint="use `--to hf` or `--to safetensors`",
+                f"GGUF has no architecture with {unsaid}", "use `--to hf` or `--to safetensors`"
             )
 
 

@@ -20,30 +20,9 @@ from arbcli.generation.load import Weights
 from arbcli.interop.gguf.block_types import BF16, F16, F32, BlockType, encode_numbers
 from arbcli.interop.gguf.container import Entry
 from arbcli.interop.gguf.export import END, byte_symbols
+from arbcli.interop.huggingface import companions as companion_files
+from arbcli.interop.huggingface import config_json, dense
 from arbcli.interop.huggingface.card import model_card
-from arbcli.interop.huggingface.companions import (
-    companions_of,
-    copy_companions,
-    read_companion,
-    tokenizer_of,
-    write_companion,
-)
-from arbcli.interop.huggingface.config_json import (
-    BITNET,
-    QUANTIZATION,
-    divides_by_scale,
-    read_config,
-    rope_parameters,
-)
-from arbcli.interop.huggingface.dense import (
-    Part,
-    Shape,
-    Source,
-    known_shape,
-    read,
-    shape_of,
-    sources,
-)
 from arbcli.interop.huggingface.folder import (
     PACKED,
     SCALE,
@@ -90,26 +69,26 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> s
         ArbError: the model cannot be exported, or a file cannot be written.
     """
     config = weights.model.config
-    companions = companions_of(weights.path.parent, config)
-    shape = shape_of(config)
+    companions = companion_files.companions_of(weights.path.parent, config)
+    shape = dense.shape_of(config)
     packed = shape is None or (companions is None and not _fits_windows(shape))
     if packed and kind:
         raise ArbError(
             "Transformers has no architecture for this model, whose weights stay packed",
-            hint="leave `--type` out",
+            "leave `--type` out",
         )
-    tokenizer_of(weights)
+    companion_files.tokenizer_of(weights)
     chosen = None if packed else TYPES[kind or "bf16"]
     with os_errors("write", path, "check permissions and free space"), new_folder(path) as part:
         _write_files(part, weights, name, chosen, companions)
     return chosen.name if chosen else None
 
 
-def _fits_windows(shape: Shape) -> bool:
+def _fits_windows(shape: dense.Shape) -> bool:
     """Return whether an architecture has the windows of a model: all alike, and for Llama none."""
     windows = {min(window or shape.ctx, shape.ctx) for window in shape.windows}
     return windows == {shape.ctx} or (
-        len(windows) == 1 and shape.architecture.model_type not in ("llama", BITNET)
+        len(windows) == 1 and shape.architecture.model_type not in ("llama", config_json.BITNET)
     )
 
 
@@ -126,12 +105,14 @@ def _write_files(
         _write_companions(folder, weights, remote_config(config))
     elif companions is None:
         _write_companions(folder, weights, _config(config, kind))
-        if known_shape(config).sub_norms:
+        if dense.known_shape(config).sub_norms:
             write_text(folder / CODE.name, CODE.read_text())
     else:
-        copy_companions(companions, folder)
-    if tokenizer := tokenizer_of(weights):
-        write_companion(folder / TOKENIZER, read_companion(tokenizer))
+        companion_files.copy_companions(companions, folder)
+    if tokenizer := companion_files.tokenizer_of(weights):
+        companion_files.write_companion(
+            folder / TOKENIZER, companion_files.read_companion(tokenizer)
+        )
     elif config.vocabulary == VOCABULARY:
         write_json(folder / TOKENIZER, _tokenizer())
     about: dict[str, Any] = {"arb.step": weights.checkpoint.step, "arb.origin": weights.origin}
@@ -140,9 +121,11 @@ def _write_files(
         _keep_tokenizer(folder)
     written.pop("torch_dtype", None)  # the name of an earlier Transformers
     divides = False
-    if written["model_type"] == BITNET:
-        divides = divides_by_scale(written)
-        about[QUANTIZATION] = written[QUANTIZATION] | {"quantization_mode": "offline"}
+    if written["model_type"] == config_json.BITNET:
+        divides = config_json.divides_by_scale(written)
+        about[config_json.QUANTIZATION] = written[config_json.QUANTIZATION] | {
+            "quantization_mode": "offline"
+        }
     if kind is not None:
         write_file(folder / WEIGHTS, lambda file: _write_weights(file, weights, kind, divides))
         about["dtype"] = _DTYPES[kind.name]
@@ -153,7 +136,7 @@ def _write_files(
 def _write_companions(folder: Path, weights: Weights, about: dict[str, Any]) -> None:
     """Write the settings of a model that was not imported, with its special tokens and template."""
     config, run = weights.model.config, weights.path.parent / COMPANIONS
-    copy_companions(run, folder)
+    companion_files.copy_companions(run, folder)
     ends, names = read_settings(run, GENERATION), {}
     if config.vocabulary == VOCABULARY:
         ends = {"eos_token_id": END, "pad_token_id": END}
@@ -194,7 +177,7 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType, divi
     `save` of the package safetensors needs all of them in memory, and more than once: an export of
     67 million weights peaks at 941 MiB with it, and at 488 MiB here.
     """
-    model_sources = list(sources(weights.model))
+    model_sources = list(dense.sources(weights.model))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
 
@@ -214,7 +197,7 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType, divi
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for source in model_sources:
-        for part, weight in read(source):
+        for part, weight in dense.read(source):
             data = [encode_numbers(part.hugging_face, weight, kind)]
             if (scale := _scale(source, part)) is not None:
                 scale = 1 / scale if divides else scale
@@ -223,7 +206,7 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType, divi
                 file.write(numbers.contiguous().view(-1).numpy().data)
 
 
-def _scale(source: Source, part: Part) -> Tensor | None:
+def _scale(source: dense.Source, part: dense.Part) -> Tensor | None:
     """Return the scale, (1,) float32, of a part whose scales are all one; None of another."""
     tensor = source.tensor
     if not isinstance(tensor, TernaryTensor) or not tensor.fixed_scales:
@@ -234,9 +217,8 @@ def _scale(source: Source, part: Part) -> Tensor | None:
 
 def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
     """Return the content of `config.json`; if supported, attention is limited to `ctx` bytes."""
-    shape = known_shape(config)
+    shape = dense.known_shape(config)
     architecture = shape.architecture
-    rope = rope_parameters(shape.rotary)
     values = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
@@ -252,13 +234,13 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
         "rms_norm_eps": shape.norm_eps,
-        "rope_parameters": rope,
+        "rope_parameters": config_json.rope_parameters(shape.rotary),
         "rope_theta": shape.rotary.base,
         "tie_word_embeddings": shape.tied,
         "use_cache": True,
         "vocab_size": shape.vocabulary,
     }
-    if architecture.model_type not in ("llama", BITNET):
+    if architecture.model_type not in ("llama", config_json.BITNET):
         values["sliding_window"] = min(shape.windows[0] or config.ctx, config.ctx)
     if architecture.model_type in ("qwen2", "qwen3"):
         values |= {
@@ -267,8 +249,8 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
             "use_sliding_window": True,
         }
     if shape.bitnet:
-        about = {"quant_method": BITNET, "linear_class": "autobitlinear"}
-        values |= {"hidden_act": "relu2", QUANTIZATION: about}
+        about = {"quant_method": config_json.BITNET, "linear_class": "autobitlinear"}
+        values |= {"hidden_act": "relu2", config_json.QUANTIZATION: about}
     if architecture.model_type in ("llama", "qwen3"):
         values["attention_bias"] = shape.bias
     if shape.sub_norms:
@@ -295,14 +277,14 @@ class ModelFolder:
         self.keys: dict[str, Any] = read_json(path / CONFIG, {}, HINT)
         """Metadata of the model."""
         try:
-            config = read_config(self.keys, f"`{path / CONFIG}`")
+            config = config_json.read_config(self.keys, f"`{path / CONFIG}`")
             self._folder = WeightFolder(path)
             with torch.device("meta"):
                 model = LanguageModel(config)
             check_tensors(self._folder, model)
         except ArbError as error:
-            raise ArbError(f"`{path}`: refused: {error}", hint=error.hint) from None
-        parts = [part for source in sources(model) for part in source.parts]
+            raise ArbError(f"`{path}`: refused: {error}", error.hint) from None
+        parts = [part for source in dense.sources(model) for part in source.parts]
         self._names = {part.gguf: part.hugging_face for part in parts}
         self.entries: dict[str, Entry] = {}
         """The tensors by name."""

@@ -92,8 +92,7 @@ class WeightFolder:
             tensors = dict(_stored(path / name))
             if expected is not None and (missing := sorted(expected - tensors.keys())):
                 raise ArbError(
-                    f"`{path / name}` has no `{missing[0]}`, which `{INDEX}` says is there",
-                    hint=HINT,
+                    f"`{path / name}` has no `{missing[0]}`, which `{INDEX}` says is there", HINT
                 )
             names = tensors.keys() if expected is None else expected
             self.tensors |= {tensor: tensors[tensor] for tensor in names}
@@ -119,11 +118,11 @@ class WeightFolder:
         if stored.dtype != PACKED or scale is None or scale.shape != (1,) or len(stored.shape) != 2:
             raise ArbError(
                 f"`{self.path}`: `{name}` is {stored.dtype}, and arb reads {', '.join(DTYPES)}",
-                hint="import a model that is not quantised, or a BitNet",
+                "import a model that is not quantised, or a BitNet",
             )
         value = float(scale.rows[:])
         if not 0 < value < math.inf:
-            raise ArbError(f"`{self.path}`: `{name + SCALE}` is {value}", hint=HINT)
+            raise ArbError(f"`{self.path}`: `{name + SCALE}` is {value}", HINT)
         if divides_by_scale(read_json(self.path / CONFIG, {QUANTIZATION: dict})):
             value = 1 / value
         shape = 4 * stored.shape[0], stored.shape[1]
@@ -140,8 +139,7 @@ class WeightFolder:
         for tensor, name in index["weight_map"].items():
             if not name.endswith(".safetensors") or Path(name).name != name or "\\" in name:
                 raise ArbError(
-                    f"`{self.path / INDEX}`: `{shown(name)}` is not a safetensors file there",
-                    hint=HINT,
+                    f"`{self.path / INDEX}`: `{shown(name)}` is not a safetensors file there", HINT
                 )
             files[name] = (files.get(name) or set()) | {tensor}
         return files
@@ -153,10 +151,10 @@ class WeightFolder:
                 if name.endswith((".bin", ".pt", ".pth", ".ckpt")):
                     return ArbError(
                         f"`{self.path / name}` is a pickle, which runs code when it is read",
-                        hint="get the model as safetensors, or save it so with Transformers",
+                        "get the model as safetensors, or save it so with Transformers",
                     )
         return ArbError(
-            f"`{self.path}` has no `{WEIGHTS}`", hint="name a folder of a model as safetensors"
+            f"`{self.path}` has no `{WEIGHTS}`", "name a folder of a model as safetensors"
         )
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
@@ -192,17 +190,17 @@ def check_tensors(folder: WeightFolder, model: LanguageModel) -> None:
         if name not in folder.tensors:
             raise ArbError(
                 f"`{folder.path}` has no `{name}`",
-                hint=f"it is in a file that `{INDEX}` or `{WEIGHTS}` should name: copy it again",
+                f"it is in a file that `{INDEX}` or `{WEIGHTS}` should name: copy it again",
             )
         if (stored := folder.tensors[name].shape) != shape:
             raise ArbError(
                 f"`{folder.path}`: `{name}` is {list(stored)}, and by `{CONFIG}` {list(shape)}",
-                hint="copy the folder again",
+                "copy the folder again",
             )
     for name in sorted(folder.tensors.keys() - shapes.keys()):
         tied = model.config.tied and name == f"{HEAD}.weight"
         if not tied and not name.endswith(UNREAD):
             raise ArbError(
                 f"`{folder.path}` has `{name}`, which the architecture does not have",
-                hint="import a Llama, Mistral, Qwen 2 or Qwen 3 without additions",
+                "import a Llama, Mistral, Qwen 2 or Qwen 3 without additions",
             )

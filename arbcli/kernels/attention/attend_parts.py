@@ -31,27 +31,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.decode_attention import PLACE, rotated_torch
+from arbcli.kernels.attention.decode_attention import rotated_torch
+from arbcli.kernels.runtime import ptx
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import BF16, FLOAT, INT32, Array, Number, compiled_check
+from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.ptx import (
-    HAS_PTX,
-    load_new,
-    load_where,
-    memory_of,
-    read_float,
-    round_pair,
-    shuffle_xor,
-    unpair,
-    unpair_again,
-    unpair_four,
-    warp_number,
-    write_four,
-    write_where,
-)
 
 WIDTHS = (64, 128)
 """Supported widths of heads."""
@@ -66,12 +52,9 @@ REGISTERS = 128
 
 _check_parts = compiled_check(
     "parts of attention",
-    {
-        "values": Array("S, V", BF16, dense=True), "totals": Array("S, H", FLOAT, dense=True),
-        "position": Array("", INT32), "span": Number(),
-    },
+    declared("values: bfloat16[S, V] dense; totals: float32[S, H] dense; position: int32[]; span"),
     ("H > 0 and V % H == 0",),
-)  # fmt: skip
+)
 
 
 class AttentionParts(NamedTuple):
@@ -163,7 +146,7 @@ def sum_across(values, FROM: tl.constexpr, TO: tl.constexpr, PTX: tl.constexpr):
         if 1 << bit >= FROM and 1 << bit < TO:
             others, sums = (), ()
             for i in tl.static_range(len(values)):  # issue all before the first use
-                others = others + (shuffle_xor(values[i], 1 << bit, PTX),)  # noqa: RUF005
+                others = others + (ptx.shuffle_xor(values[i], 1 << bit, PTX),)  # noqa: RUF005
             for i in tl.static_range(len(values)):
                 sums = sums + (values[i] + others[i],)  # noqa: RUF005
             values = sums
@@ -175,7 +158,7 @@ def _angles(pointer, PTX: tl.constexpr):
     """Load eight float32 per thread."""
     angles = ()
     for i in tl.static_range(2):
-        words = load_new(pointer + 4 * i, PTX)
+        words = ptx.load_new(pointer + 4 * i, PTX)
         for j in tl.static_range(4):
             angles = angles + (words[j].to(tl.float32, bitcast=True),)  # noqa: RUF005
     return angles
@@ -189,7 +172,7 @@ def turn(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
     """
     LANES: tl.constexpr = WIDTH // 8
     # mean square of the vector, over the threads that share it
-    x, partner = unpair_four(words), ()
+    x, partner = ptx.unpair_four(words), ()
     square = x[0] * x[0]
     for i in tl.static_range(1, 8):
         square += x[i] * x[i]
@@ -197,12 +180,12 @@ def turn(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
     r = tl.rsqrt(squares[0] / WIDTH + eps)
     # the partner of an element is in the other half, LANES / 2 threads away
     for i in tl.static_range(4):
-        partner = partner + unpair(shuffle_xor(words[i], LANES // 2, PTX))
+        partner = partner + ptx.unpair(ptx.shuffle_xor(words[i], LANES // 2, PTX))
     rotated = ()
     for i in tl.static_range(4):
         low = (x[2 * i] * cos[2 * i] + partner[2 * i] * sin[2 * i]) * r
         high = (x[2 * i + 1] * cos[2 * i + 1] + partner[2 * i + 1] * sin[2 * i + 1]) * r
-        rotated = rotated + (round_pair(low, high, PTX),)  # noqa: RUF005
+        rotated = rotated + (ptx.round_pair(low, high, PTX),)  # noqa: RUF005
     return rotated
 
 
@@ -226,14 +209,14 @@ def load_span(
     for i in tl.static_range(PASSES):
         s = mine + STRIDE * i
         some, at = (s < seen) & (s != slot), s * (WIDTH // 2)
-        keys = keys + (load_where(keys_ptr + at, some, False, PTX),)  # noqa: RUF005
-        values = values + (load_where(values_ptr + at, some, False, PTX),)  # noqa: RUF005
+        keys = keys + (ptx.load_where(keys_ptr + at, some, False, PTX),)  # noqa: RUF005
+        values = values + (ptx.load_where(values_ptr + at, some, False, PTX),)  # noqa: RUF005
     return keys, values
 
 
 @triton.jit
 def _unpaired(words, AGAIN: tl.constexpr, PTX: tl.constexpr):
-    return unpair_again(words, PTX) if AGAIN else unpair_four(words)
+    return ptx.unpair_again(words, PTX) if AGAIN else ptx.unpair_four(words)
 
 
 @triton.jit
@@ -303,27 +286,27 @@ def _attend_parts_kernel(
             keys_of_head, values_of_head, mine, seen, slot, WIDTH, STRIDE, PASSES, PTX
         )
         cos, sin = rotated_angles(cos_ptr, sin_ptr, position, d, HALF, PTX)
-        memory = memory_of(instead_ptr, thread, OF_WARP * WARPS, PTX)
+        memory = ptx.memory_of(instead_ptr, thread, OF_WARP * WARPS, PTX)
         adds_new = slot // SPAN % tl.num_programs(1) == part
         wait_for_last(OVERLAP, True)
 
         # the query of the new byte, rotated and normalised, stays in registers
         query_ptr = qkv_ptr + head * HALF + d // 2
-        q_words = load_new(query_ptr, PTX)
-        k_words = load_new(query_ptr + HEADS * HALF, PTX)
-        v_words = load_new(query_ptr + 2 * HEADS * HALF, PTX)
-        q = unpair_four(turn(q_words, cos, sin, eps, WIDTH, PTX))
+        q_words = ptx.load_new(query_ptr, PTX)
+        k_words = ptx.load_new(query_ptr + HEADS * HALF, PTX)
+        v_words = ptx.load_new(query_ptr + 2 * HEADS * HALF, PTX)
+        q = ptx.unpair_four(turn(q_words, cos, sin, eps, WIDTH, PTX))
         total = tl.zeros(thread.shape, tl.float32)
         sums = (total,) * 8
         # the slot of the new byte, which is in registers
         if PTX:
-            adds_new &= warp_number() == 0
+            adds_new &= ptx.warp_number() == 0
         if adds_new:
             k_words = turn(k_words, cos, sin, eps, WIDTH, PTX)
-            scores = sum_across((products(unpair_four(k_words), q),), 1, LANES, PTX)
+            scores = sum_across((products(ptx.unpair_four(k_words), q),), 1, LANES, PTX)
             stores = thread < LANES
             total = tl.where(stores, tl.exp(scores[0] * scale), 0.0)
-            v, added = unpair_four(v_words), ()
+            v, added = ptx.unpair_four(v_words), ()
             for i in tl.static_range(8):
                 added = added + (total * v[i],)  # noqa: RUF005
             sums = added
@@ -366,7 +349,7 @@ def _attend_parts_kernel(
         tl.debug_barrier()
         has_element = True
         if PTX:
-            has_element = 32 * warp_number() < WIDTH
+            has_element = 32 * ptx.warp_number() < WIDTH
         if has_element:
             store_part(
                 memory, means_ptr, totals_ptr, part * HEADS + head, thread % WIDTH,
@@ -383,8 +366,8 @@ def write_sums(at, sums, total, d, lane, WIDTH: tl.constexpr, PTX: tl.constexpr)
     for i in tl.static_range(4):
         word = tl.where(upper, sums[4 + i], sums[i]).to(tl.int32, bitcast=True)
         four = four + (word,)  # noqa: RUF005
-    write_four(at + 4 * d + tl.where(upper, 16, 0), four, PTX)
-    write_where(at + 4 * WIDTH, totals[0], lane == 0, PTX)
+    ptx.write_four(at + 4 * d + tl.where(upper, 16, 0), four, PTX)
+    ptx.write_where(at + 4 * WIDTH, totals[0], lane == 0, PTX)
 
 
 @triton.jit
@@ -396,11 +379,11 @@ def store_part(
     OF_WARP: tl.constexpr = 4 * WIDTH + 16
     weighted, whole = tl.zeros(offs_d.shape, tl.float32), tl.zeros(offs_d.shape, tl.float32)
     for w in tl.static_range(WARPS):
-        weighted += read_float(memory + (OF_WARP * w + 4 * offs_d), PTX)
-        whole += read_float(memory + (OF_WARP * w + 4 * WIDTH), PTX)
+        weighted += ptx.read_float(memory + (OF_WARP * w + 4 * offs_d), PTX)
+        whole += ptx.read_float(memory + (OF_WARP * w + 4 * WIDTH), PTX)
     # the mean is rounded once; the total stays float32, to weight it
     mean = weighted / whole
-    rounded = round_pair(mean, mean, PTX).to(tl.int16)
+    rounded = ptx.round_pair(mean, mean, PTX).to(tl.int16)
     tl.store(means_ptr + place * WIDTH + offs_d, rounded, mask=some)
     tl.store(totals_ptr + place + 0 * offs_d, whole, mask=some & (offs_d == 0))
 
@@ -416,12 +399,12 @@ def _attend_parts_triton(
     aligned = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (qkv, cos, sin))
     qkv, cos, sin = (x.view(torch.int32) for x in aligned)
     size = heads * parts * WARPS * (4 * width + 16)
-    instead = totals if HAS_PTX else torch.empty(size, dtype=torch.uint8, device=qkv.device)
+    instead = totals if ptx.HAS_PTX else torch.empty(size, dtype=torch.uint8, device=qkv.device)
     _attend_parts_kernel[(heads, parts)](
         qkv, keys.view(torch.int32), values.view(torch.int32), position, cos, sin,
         means.view(torch.int16), totals, instead, window, heads, width**-0.5, eps,
         WIDTH=width, PASSES=passes, SEVERAL=window > parts * span, WARPS=WARPS,
-        PTX=HAS_PTX, num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
+        PTX=ptx.HAS_PTX, num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
     )  # fmt: skip
     return AttentionParts(means, totals, position, span)
 
@@ -442,14 +425,12 @@ def fits_heads(qkv: Tensor) -> bool:
 
 ALIGNED = "keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0"
 """Condition of loads of 16 bytes from rings."""
-_RING = Array("H, W, D", BF16, dense=True)
 
 attend_parts = Operation(
     "attend_parts", _attend_parts_triton, _attend_parts_torch,
-    {
-        "qkv": Array("3, H, D", BF16, dense=True), "keys": _RING, "values": _RING,
-        **PLACE, "position": Array("", INT32), "eps": Number(), "max_parts": Number(),
-    },
+    "qkv: bfloat16[3, H, D] dense; keys: bfloat16[H, W, D] dense; values: bfloat16[H, W, D] dense; "
+    "position: int32[]; cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; eps; "
+    "max_parts",
     where=(
         f"D in {WIDTHS}", "W > 0", ALIGNED,
     ),

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from arbcli.kernels.rows.dropout import mask_constants
 from arbcli.kernels.runtime._triton import described, tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.backend import capability
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.random_bits import random_words
@@ -434,15 +433,10 @@ def flash_attention_backward(
     )
 
 
-_QUERIES, _KEYS = Array("B, H, T, D"), Array("B, KV, T, D")
-
 causal_attention_backward = Operation(
-    "causal_attention_backward", _causal_attention_backward_triton,
-    causal_attention_backward_torch,
-    {
-        "grad_y": _QUERIES, "q": _QUERIES, "k": _KEYS, "v": _KEYS, "y": _QUERIES,
-        "logs": Array("B, H, T", FLOAT, dense=True),
-    },
+    "causal_attention_backward", _causal_attention_backward_triton, causal_attention_backward_torch,
+    "grad_y: real[B, H, T, D]; q: real[B, H, T, D]; k: real[B, KV, T, D]; v: real[B, KV, T, D]; "
+    "y: real[B, H, T, D]; logs: float32[B, H, T] dense",
     where=("16 <= D <= 128 and D & (D - 1) == 0", "H % max(KV, 1) == 0"),
 )  # fmt: skip
 """Compute the gradients of causal attention with scores divided by sqrt(d).

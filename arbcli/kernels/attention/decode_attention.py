@@ -35,7 +35,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention.eight_bits import (
-    ROOM,
     decode_entries,
     numbers_of,
     quantise_entries,
@@ -46,7 +45,6 @@ from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, Arguments, Array, Number
 from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
@@ -425,33 +423,20 @@ def count_on_(position: Tensor, length: int) -> None:
         position += length
 
 
-PLACE: Arguments = {
-    "position": Array("*T", INT32, dense=True),
-    "cos": Array("P, D // 2", FLOAT, dense=True),
-    "sin": Array("P, D // 2", FLOAT, dense=True),
-}
-"""Position of each text's byte, and the cosines and sines that rotate vectors of width D."""
-_ARGUMENTS: Arguments = {
-    "qkv": Array("*T, 3, H, D", dense=True),
-    "keys": Array("*T, H, W, D", dense=True),
-    "values": Array("*T, H, W, D", dense=True),
-    **PLACE,
-    "semaphores": Array("*T, H", INT32, dense=True),
-    "eps": Number(),
-    "one_program": Number(),
-}
-_CODES = Array("*T, H, W, D", tuple(ROOM), dense=True)
 _WHERE = ("len(T) < 2", "D % 2 == 0", "W > 0", "W * D < 2**31")
 
 DECODE_ATTENTION = Operation(
-    "decode_attention", _decode_attention_triton, _decode_attention_torch, _ARGUMENTS,
+    "decode_attention", _decode_attention_triton, _decode_attention_torch,
+    "qkv: real[*T, 3, H, D] dense; keys: real[*T, H, W, D] dense; values: real[*T, H, W, D] dense; "
+    "position: int32[*T] dense; cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; "
+    "semaphores: int32[*T, H] dense; eps; one_program",
     native=_decode_attention_native, where=_WHERE,
 )  # fmt: skip
 DECODE_ATTENTION_8BIT = Operation(
     "decode_attention_8bit", _decode_attention_triton, _decode_attention_torch,
-    {
-        **_ARGUMENTS, "keys": _CODES, "values": _CODES,
-        "exponents": Array("*T, 2, H, W", INT8, dense=True),
-    },
+    "qkv: real[*T, 3, H, D] dense; keys: float8_e4m3fn|int8[*T, H, W, D] dense; "
+    "values: float8_e4m3fn|int8[*T, H, W, D] dense; position: int32[*T] dense; "
+    "cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; semaphores: int32[*T, H] dense; "
+    "eps; one_program; exponents: int8[*T, 2, H, W] dense",
     where=(*_WHERE, "keys.dtype == values.dtype"),
 )  # fmt: skip

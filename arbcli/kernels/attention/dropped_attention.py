@@ -25,7 +25,6 @@ from arbcli.kernels.attention.causal_attention_backward import (
 )
 from arbcli.kernels.rows.dropout import dropout, mask_constants
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array, Number
 from arbcli.kernels.runtime.operation import Operation
 
 
@@ -40,8 +39,7 @@ def _dropped_attention_torch(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor, rate: float
 ) -> tuple[Tensor, Tensor]:
     scores = q.float() @ k.float().mT * q.shape[3] ** -0.5
-    later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-    scores.masked_fill_(later, -torch.inf)
+    scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     logs = scores.logsumexp(dim=-1)
     p = torch.exp(scores - logs[..., None])
     return (p * _mask_of(q, key, rate) @ v.float()).to(q.dtype), logs
@@ -126,14 +124,11 @@ def _dropped_attention_backward_triton(
     return split_heads(grads, q.shape[1])
 
 
-_HEADS = Array("B, H, T, D")
 _WHERE = ("16 <= D <= 128 and D & (D - 1) == 0", "0 <= rate < 1")
 
 dropped_attention = Operation(
     "dropped_attention", _dropped_attention_triton, _dropped_attention_torch,
-    {
-        **dict.fromkeys(("q", "k", "v"), _HEADS), "key": Array("", INT32), "rate": Number(),
-    },
+    "q: real[B, H, T, D]; k: real[B, H, T, D]; v: real[B, H, T, D]; key: int32[]; rate",
     where=_WHERE,
 )  # fmt: skip
 """Attend causally with scores divided by sqrt(d), and drop weights.
@@ -152,12 +147,8 @@ Returns:
 dropped_attention_backward = Operation(
     "dropped_attention_backward", _dropped_attention_backward_triton,
     _dropped_attention_backward_torch,
-    {
-        **dict.fromkeys(("grad_y", "q", "k", "v", "y"), _HEADS),
-        "logs": Array("B, H, T", FLOAT, dense=True),
-        "key": Array("", INT32),
-        "rate": Number(),
-    },
+    "grad_y: real[B, H, T, D]; q: real[B, H, T, D]; k: real[B, H, T, D]; v: real[B, H, T, D]; "
+    "y: real[B, H, T, D]; logs: float32[B, H, T] dense; key: int32[]; rate",
     where=_WHERE,
 )  # fmt: skip
 """Compute the gradients of `dropped_attention`.

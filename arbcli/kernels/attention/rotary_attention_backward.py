@@ -13,7 +13,6 @@ from arbcli.kernels.attention.causal_attention_backward import (
     launch_backward,
 )
 from arbcli.kernels.attention.rotary_norm import rotary_norm_backward, unpack_qkv
-from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.operation import Operation
 
 
@@ -32,20 +31,12 @@ def _rotary_attention_backward_triton(
     return grads
 
 
-_HEADS, _TABLE = Array("B, H, T, D"), Array("T, D // 2", FLOAT, dense=True)
-
 rotary_attention_backward = Operation(
     "rotary_attention_backward", _rotary_attention_backward_triton,
     _rotary_attention_backward_torch,
-    {
-        "grad_y": _HEADS,
-        "qkv": Array("B, T, 3, H, D", dense=True),
-        "r": Array("B, T, 2, H", FLOAT, dense=True),
-        "cos": _TABLE,
-        "sin": _TABLE,
-        "y": _HEADS,
-        "logs": Array("B, H, T", FLOAT, dense=True),
-    },
+    "grad_y: real[B, H, T, D]; qkv: real[B, T, 3, H, D] dense; r: float32[B, T, 2, H] dense; "
+    "cos: float32[T, D // 2] dense; sin: float32[T, D // 2] dense; y: real[B, H, T, D]; "
+    "logs: float32[B, H, T] dense",
     where=("16 <= D <= 128 and D & (D - 1) == 0",),
 )  # fmt: skip
 """Compute the gradient of causal attention and of the preceding `rotary_norm_`.

@@ -18,7 +18,6 @@ from torch.nn.functional import rms_norm
 
 from arbcli.kernels.attention.rotary_norm import rotary_tile, rotate
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
@@ -222,15 +221,10 @@ def _rotary_heads_backward_triton(
     return grad_qkv, no_gains(qkv) if sums is None else sums.sum(dim=1)
 
 
-_GAINS = Array("2, D", FLOAT, dense=True, optional=True)
-_TABLE = Array("T, D // 2", FLOAT, dense=True)
-_EPS = Number(optional=True)
 rotary_heads = Operation(
     "rotary_heads", _rotary_heads_triton, _rotary_heads_torch,
-    {
-        "qkv": Array("B, T, H, D", dense=True), "gains": _GAINS, "cos": _TABLE, "sin": _TABLE,
-        "kv": Number(), "eps": _EPS,
-    },
+    "qkv: real[B, T, H, D] dense; gains: float32[2, D]? dense; cos: float32[T, D // 2] dense; "
+    "sin: float32[T, D // 2] dense; kv; eps",
     where=("D % 2 == 0", "0 < 2 * kv < H", "gains is None or eps is not None"),
 )  # fmt: skip
 """Normalise, scale and rotate queries and keys.
@@ -250,11 +244,9 @@ Returns:
 """
 rotary_heads_backward = Operation(
     "rotary_heads_backward", _rotary_heads_backward_triton, _rotary_heads_backward_torch,
-    {
-        "grad_q": Array("B, Q, T, D"), "grad_k": Array("B, KV, T, D"),
-        "grad_v": Array("B, KV, T, D"), "qkv": Array("B, T, Q + 2 * KV, D", dense=True),
-        "gains": _GAINS, "cos": _TABLE, "sin": _TABLE, "eps": _EPS,
-    },
+    "grad_q: real[B, Q, T, D]; grad_k: real[B, KV, T, D]; grad_v: real[B, KV, T, D]; "
+    "qkv: real[B, T, Q + 2 * KV, D] dense; gains: float32[2, D]? dense; "
+    "cos: float32[T, D // 2] dense; sin: float32[T, D // 2] dense; eps",
     where=("D % 2 == 0", "gains is None or eps is not None"),
 )  # fmt: skip
 """Compute the gradients of the inputs of `rotary_heads`.

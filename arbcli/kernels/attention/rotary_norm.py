@@ -12,7 +12,6 @@ from torch import Tensor
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
@@ -199,13 +198,11 @@ def _rotary_norm_backward_triton(
     return grad_qkv
 
 
-_QKV, _TABLE = Array("B, T, 3, H, D", dense=True), Array("T, D // 2", FLOAT, dense=True)
-_GRAD = Array("B, H, T, D")
-
 rotary_norm_ = Operation(
     "rotary_norm", _rotary_norm_triton, _rotary_norm_torch,
-    {"qkv": _QKV, "cos": _TABLE, "sin": _TABLE, "eps": Number()}, native=_rotary_norm_native,
-    where=("D % 2 == 0",),
+    "qkv: real[B, T, 3, H, D] dense; cos: float32[T, D // 2] dense; sin: float32[T, D // 2] dense; "
+    "eps",
+    native=_rotary_norm_native, where=("D % 2 == 0",),
 )  # fmt: skip
 """Rotate and normalise the queries and keys of `qkv` in place; values do not change.
 
@@ -220,10 +217,9 @@ Returns:
 """
 rotary_norm_backward = Operation(
     "rotary_norm_backward", _rotary_norm_backward_triton, _rotary_norm_backward_torch,
-    {
-        "grad_q": _GRAD, "grad_k": _GRAD, "grad_v": _GRAD, "qkv": _QKV,
-        "r": Array("B, T, 2, H", FLOAT, dense=True), "cos": _TABLE, "sin": _TABLE,
-    },
+    "grad_q: real[B, H, T, D]; grad_k: real[B, H, T, D]; grad_v: real[B, H, T, D]; "
+    "qkv: real[B, T, 3, H, D] dense; r: float32[B, T, 2, H] dense; cos: float32[T, D // 2] dense; "
+    "sin: float32[T, D // 2] dense",
     native=_rotary_norm_backward_native, where=("D % 2 == 0",),
 )  # fmt: skip
 """Compute the gradient of the input of `rotary_norm_`.

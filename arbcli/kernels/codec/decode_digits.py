@@ -10,15 +10,10 @@ from torch import Tensor
 
 from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packed import ROOTS, Packed, load_scale, scales_torch
-from arbcli.kernels.codec.packing import (
-    first_digit,
-    has_planes,
-    take_trit,
-    unpack_trits_torch,
-)
+from arbcli.kernels.codec.packing import first_digit, has_planes, take_trit, unpack_trits_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, Matrix, Number
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
 from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.ptx import HAS_PTX
@@ -91,14 +86,7 @@ def decode_digits(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor
 
 @triton.jit
 def add_remainder(
-    trit,
-    remainder_ptr,
-    offset,
-    mask,
-    trit_unit,
-    low_unit,
-    INT8: tl.constexpr,
-    NIBBLE: tl.constexpr,
+    trit, remainder_ptr, offset, mask, trit_unit, low_unit, INT8: tl.constexpr, NIBBLE: tl.constexpr
 ):
     """Convert trits to float32 z / U if `INT8`; `offset` is the index of each weight's remainder.
 
@@ -296,5 +284,6 @@ def decode_digits_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
 
 DECODE_DIGITS = Operation(
     "decode_digits", decode_digits_triton, decode_digits_torch,
-    {"packed": Matrix(), "dtype": Number()}, native=decode_digits_native, where=(DTYPE_IS_REAL,),
+    "packed: packed[N, K]; dtype",
+    native=decode_digits_native, where=(DTYPE_IS_REAL,),
 )  # fmt: skip

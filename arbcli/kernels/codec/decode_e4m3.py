@@ -23,7 +23,6 @@ from arbcli.kernels.codec.decode_digits import decode_digits_torch, decode_tile,
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.quantise_rows import E4M3, LARGEST_OCTAVE, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT32, Array, Matrix, Number
 from arbcli.kernels.runtime.operation import Operation
 
 ROW_TURN, COLUMN_TURN = 0x91E10DA5, 0xC13FA9A9
@@ -103,7 +102,7 @@ def _decode_e4m3_triton(
 
 decode_e4m3 = Operation(
     "decode_e4m3", _decode_e4m3_triton, _decode_e4m3_torch,
-    {"packed": Matrix(), "transposed": Number(), "turn": Array("", INT32, optional=True)},
+    "packed: packed[N, K]; transposed; turn: int32[]?",
 )  # fmt: skip
 """Decode a packed matrix to e4m3.
 

@@ -22,31 +22,15 @@ Reason: one instruction multiplies two trits by their scale, which gives the sto
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import (
-    decode_digits,
-    decode_digits_triton,
-)
+from arbcli.kernels.codec.decode_digits import decode_digits, decode_digits_triton
 from arbcli.kernels.codec.layout import BLOCK, PLANE
 from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import has_planes, positions_in_block, trit_at
+from arbcli.kernels.runtime import ptx
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, Matrix, Number
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.kernels.runtime.ptx import (
-    HAS_PTX,
-    allocate,
-    multiply_pairs,
-    pair,
-    read_four,
-    read_lane,
-    shift_pair,
-    spread,
-    take_digits,
-    unpair,
-    wait_for_warp,
-    write_four,
-)
 
 ABREAST, COLUMN_ROWS = 4, 16
 """Blocks of one row among the eight that a warp decodes at once; rows per program by columns."""
@@ -134,7 +118,7 @@ def _decode_blocks(
             0, stride_eg, 0, stride_fg, HAS_FRACTION,
         )  # fmt: skip
         scale *= 0.5 if digit % 2 else -0.5  # as `take_digits` gives 2 T or -2 T
-        scales = scales + (pair(scale, scale),)  # noqa: RUF005
+        scales = scales + (ptx.pair(scale, scale),)  # noqa: RUF005
     start = packed_ptr + n * stride_pn
     skew = start.to(tl.int64).to(tl.int32) & 3  # rows are not aligned
     words = (start - skew).to(tl.pointer_type(tl.int32)) + (8 * block + 2 * c)
@@ -147,22 +131,22 @@ def _decode_blocks(
             loaded = loaded + (tl.load(words + (8 * ABREAST * i + j), mask=here),)  # noqa: RUF005
 
     STAGED: tl.constexpr = PTX and weight_ptr.dtype.element_ty == tl.bfloat16
-    at = allocate(2560) + tl.zeros_like(thread) if STAGED else thread
+    at = ptx.allocate(2560) + tl.zeros_like(thread) if STAGED else thread
     weights = weight_ptr + n * stride_wn + (160 * block + 8 * c)
     for i in tl.static_range(4):
-        low = shift_pair(loaded[3 * i], loaded[3 * i + 1], 8 * skew, PTX)
-        high = shift_pair(loaded[3 * i + 1], loaded[3 * i + 2], 8 * skew, PTX)
+        low = ptx.shift_pair(loaded[3 * i], loaded[3 * i + 1], 8 * skew, PTX)
+        high = ptx.shift_pair(loaded[3 * i + 1], loaded[3 * i + 2], 8 * skew, PTX)
         # the five trits of each byte, from the last digit on
-        qs = spread(low, PTX) + spread(high, PTX)
+        qs = ptx.spread(low, PTX) + ptx.spread(high, PTX)
         lane = tl.full(c.shape, i, tl.int32)
         for digit in tl.static_range(4, -1, -1):
-            trits, qs = take_digits(qs, digit, PTX)
-            scale = read_lane(scales[digit], lane, PTX)
+            trits, qs = ptx.take_digits(qs, digit, PTX)
+            scale = ptx.read_lane(scales[digit], lane, PTX)
             pairs = ()
             for j in tl.static_range(4):
-                pairs = pairs + (multiply_pairs(trits[j], scale, PTX),)  # noqa: RUF005
+                pairs = pairs + (ptx.multiply_pairs(trits[j], scale, PTX),)  # noqa: RUF005
             if STAGED:
-                write_four(at + (80 * (thread - c) + 64 * digit + 16 * c), pairs)
+                ptx.write_four(at + (80 * (thread - c) + 64 * digit + 16 * c), pairs)
             else:
                 _store_eight(weights + (160 * ABREAST * i + 32 * digit), pairs, mine > ABREAST * i)
         if STAGED:  # 512 bytes of a row at once, by way of shared memory
@@ -177,22 +161,22 @@ def _store_staged(
 ):
     """Store eight blocks from shared memory, 512 contiguous bytes at a time."""
     thread = tl.arange(0, 32)
-    wait_for_warp(thread)
+    ptx.wait_for_warp(thread)
     for part in tl.static_range(5):
         eight = 32 * part + thread  # index of the first of eight weights; a block has 20 eights
-        four = read_four(at + 16 * eight)
+        four = ptx.read_four(at + 16 * eight)
         n, eight = first_n + eight // (20 * ABREAST), eight % (20 * ABREAST)
         pointer = weight_ptr + n.to(tl.int64) * stride_wn + (160 * first_block + 8 * eight)
         _store_four(pointer, four, (n < N) & (first_block + eight // 20 < blocks))
-    wait_for_warp(thread)
+    ptx.wait_for_warp(thread)
 
 
 @triton.jit
 def _store_eight(pointer, pairs, mask):
     """Store eight weights per thread, four pairs of bf16, to an address aligned to 16 bytes."""
     if pointer.dtype.element_ty == tl.float32:
-        _store_four(pointer, unpair(pairs[0]) + unpair(pairs[1]), mask)
-        _store_four(pointer + 4, unpair(pairs[2]) + unpair(pairs[3]), mask)
+        _store_four(pointer, ptx.unpair(pairs[0]) + ptx.unpair(pairs[1]), mask)
+        _store_four(pointer + 4, ptx.unpair(pairs[2]) + ptx.unpair(pairs[3]), mask)
     else:
         _store_four(pointer, pairs, mask)
 
@@ -228,13 +212,14 @@ def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
         _decode_weight_kernel[(programs,)](
             *packed.pointers, weight, rows, in_features, *packed.strides, weight.stride(0),
             **packed.constants, BY_BLOCK=wide, ABREAST=abreast, COLUMN_ROWS=column_rows,
-            PTX=HAS_PTX and wide, num_warps=1,
+            PTX=ptx.HAS_PTX and wide, num_warps=1,
         )  # fmt: skip
     return weight
 
 
 decode_weight = Operation(
-    "decode_weight", decode_weight_triton, decode_digits, {"packed": Matrix(), "dtype": Number()},
+    "decode_weight", decode_weight_triton, decode_digits,
+    "packed: packed[N, K]; dtype",
     where=(DTYPE_IS_REAL,),
 )  # fmt: skip
 """Decode a packed matrix to its weights.

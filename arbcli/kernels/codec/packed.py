@@ -6,14 +6,13 @@ rounding boundary: rounded to bf16, no implementation of exp2 can land on anothe
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number, compiled_check
+from arbcli.kernels.runtime.arguments import compiled_check, declared
 
 OCTAVE = 128
 """Steps of v = 128 E + F per doubling of the scale."""
@@ -136,16 +135,14 @@ class Packed(NamedTuple):
         return self.exponent if self.fraction is None else self.fraction
 
 
-_DIGITS = Array("N, -(-in_features // group_size)", INT8)
 _check_parts = compiled_check(
     "packed matrix",
-    {
-        "trits": Array("N, row_bytes(in_features)", UINT8), "exponent": _DIGITS,
-        "fraction": replace(_DIGITS, optional=True), "in_features": Number(),
-        "group_size": Number(), "remainder": Array("N, in_features", INT8, optional=True),
-        "radix": Number(), "low": Number(), "nibble": Number(),
-    },
-)  # fmt: skip
+    declared(
+        "trits: uint8[N, row_bytes(in_features)]; exponent: int8[N, -(-in_features // "
+        "group_size)]; fraction: int8[N, -(-in_features // group_size)]?; in_features; group_size; "
+        "remainder: int8[N, in_features]?; radix; low; nibble"
+    ),
+)
 
 
 def unit_of(radix: int) -> int:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from arbcli.kernels.codec.layout import BLOCK, LARGEST_BYTE, PLANE, TRITS_PER_BYTE, row_bytes
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number
 from arbcli.kernels.runtime.operation import Operation
 
 
@@ -231,8 +230,9 @@ def illegal_bytes(packed: Tensor) -> int:
 
 
 pack_trits = Operation(
-    "pack_trits", _pack_trits_triton, pack_trits_torch, {"trits": Array("N, K", INT8)}
-)
+    "pack_trits", _pack_trits_triton, pack_trits_torch,
+    "trits: int8[N, K]",
+)  # fmt: skip
 """Pack five trits per byte.
 
 Args:
@@ -243,9 +243,7 @@ Returns:
 """
 unpack_trits = Operation(
     "unpack_trits", _unpack_trits_triton, unpack_trits_torch,
-    {
-        "packed": Array("N, row_bytes(in_features)", UINT8), "in_features": Number()
-    },
+    "packed: uint8[N, row_bytes(in_features)]; in_features",
 )  # fmt: skip
 """Unpack bytes to trits.
 

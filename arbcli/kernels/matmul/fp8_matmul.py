@@ -11,8 +11,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_e4m3 import _decode_e4m3_torch, _decode_e4m3_triton
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, FLOAT, INT32, Array, Matrix, Number
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
 from arbcli.kernels.runtime.operation import Operation
 
 MULTIPLE = 16
@@ -45,11 +44,8 @@ def _multiply(
 
 fp8_matmul = Operation(
     "fp8_matmul", _fp8_matmul_triton, _fp8_matmul_torch,
-    {
-        "q": Array("M, N if transposed else K", (E4M3,)), "scale": Array("M, 1", FLOAT),
-        "packed": Matrix(), "transposed": Number(), "dtype": Number(),
-        "turn": Array("", INT32, optional=True),
-    },
+    "q: float8_e4m3fn[M, N if transposed else K]; scale: float32[M, 1]; packed: packed[N, K]; "
+    "transposed; dtype; turn: int32[]?",
     where=(f"N % {MULTIPLE} == 0 and K % {MULTIPLE} == 0", DTYPE_IS_REAL),
 )  # fmt: skip
 """Multiply activations by a packed matrix, or a gradient by its transpose, in FP8.

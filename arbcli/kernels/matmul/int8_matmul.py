@@ -31,27 +31,9 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, scales_torch
+from arbcli.kernels.matmul import swizzled
 from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS, multiply_prepacked
-from arbcli.kernels.matmul.swizzled import (
-    ROWS,
-    arrange_native,
-    few_rows_fit,
-    few_rows_of,
-    grid_of,
-    multiply_native,
-    rows_torch,
-    split_tiles,
-    tiles_by,
-)
-from arbcli.kernels.runtime.arguments import (
-    BF16,
-    INT8,
-    UINT8,
-    Array,
-    Matrix,
-    Number,
-    compiled_check,
-)
+from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.operation import Operation
 
@@ -98,8 +80,10 @@ def prepack_int8(packed: Packed, gated: bool = False) -> PrepackedInt8:
         codes[part, :in_features] = magnitude.add_(SIGN * (z < 0)).to(torch.uint8)
     group = torch.arange(planes, device=codes.device) * PLANE // packed.group_size
     scales = scales_torch(packed.exponent, packed.fraction)[:, group] / packed.unit
-    pieces = split_tiles(codes.unflatten(1, (planes, 4, 8)), gated).permute(0, 3, 2, 4, 1, 5)
-    scales = split_tiles(scales.bfloat16(), gated).permute(0, 3, 2, 1)
+    pieces = swizzled.split_tiles(codes.unflatten(1, (planes, 4, 8)), gated).permute(
+        0, 3, 2, 4, 1, 5
+    )
+    scales = swizzled.split_tiles(scales.bfloat16(), gated).permute(0, 3, 2, 1)
     pieces, scales = pieces.contiguous(), scales.contiguous()
     # a kernel that overlaps the one before it reads them without waiting for any kernel
     if pieces.is_cuda:
@@ -111,10 +95,10 @@ def prepack_in_lanes(packed: Packed, gated: bool = False) -> PrepackedInt8:
     """Compute `permute_lanes` of `prepack_int8` with the native loop."""
     _check_int8(packed, gated)
     rows = packed.out_features // (1 + gated)
-    grid, device = grid_of(rows, packed.in_features, gated, PLANE), packed.trits.device
-    pieces = torch.empty(*grid, PLANE // 2, ROWS, 2, dtype=torch.int8, device=device)
+    grid, device = swizzled.grid_of(rows, packed.in_features, gated, PLANE), packed.trits.device
+    pieces = torch.empty(*grid, PLANE // 2, swizzled.ROWS, 2, dtype=torch.int8, device=device)
     scales = torch.empty(*grid, 8, 2, dtype=torch.bfloat16, device=device)
-    _check_bytes(bool(arrange_native(packed, pieces, scales, gated)))
+    _check_bytes(bool(swizzled.arrange_native(packed, pieces, scales, gated)))
     return PrepackedInt8(pieces, scales, rows, packed.in_features, gated)
 
 
@@ -125,7 +109,7 @@ def _check_bytes(beyond: bool) -> None:
 
 _check_int8 = compiled_check(
     "packed weights",
-    {"packed": Matrix("N, K, G"), "gated": Number()},
+    declared("packed: packed[N, K, G]; gated"),
     ("packed.remainder is not None", f"G % {PLANE} == 0", "not gated or N % 2 == 0"),
 )
 
@@ -137,7 +121,7 @@ def permute_lanes(weight: PrepackedInt8) -> PrepackedInt8:
     magnitude = (weight.pieces & ~SIGN).view(torch.int8)
     z = torch.where(weight.pieces >= SIGN, -magnitude, magnitude)
     z = z.unflatten(5, (4, 2)).permute(0, 1, 3, 5, 4, 2, 6)
-    return weight._replace(pieces=z.reshape(*z.shape[:2], PLANE // 2, ROWS, 2))
+    return weight._replace(pieces=z.reshape(*z.shape[:2], PLANE // 2, swizzled.ROWS, 2))
 
 
 def _int8_matmul_torch(
@@ -145,7 +129,7 @@ def _int8_matmul_torch(
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     weight = _weights_in_float32(pieces, scales)[:, :in_features]
-    return rows_torch(x, weight, out_features, gated, eps, added, dtype)
+    return swizzled.rows_torch(x, weight, out_features, gated, eps, added, dtype)
 
 
 def _weights_in_float32(pieces: Tensor, scales: Tensor) -> Tensor:
@@ -161,7 +145,9 @@ def _int8_matmul_native(
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     weight = permute_lanes(PrepackedInt8(pieces, scales, out_features, in_features, gated))
-    return multiply_native(x, weight.pieces, scales, out_features, gated, eps, added, dtype)
+    return swizzled.multiply_native(
+        x, weight.pieces, scales, out_features, gated, eps, added, dtype
+    )
 
 
 def _int8_matmul_triton(
@@ -201,23 +187,15 @@ def int8_matmul(
     return INT8_MATMUL.chosen(x)(*inputs)
 
 
-_PLANES = tiles_by(PLANE)
-_SCALES = Array(f"{_PLANES}, 8, 2", BF16, dense=True)
-_WHERE = few_rows_fit(MOST_TEXTS)
+_PLANES = swizzled.tiles_by(PLANE)
+_SCALES = f"scales: bfloat16[{_PLANES}, 8, 2] dense"
+_WHERE = swizzled.few_rows_fit(MOST_TEXTS)
 
 INT8_MATMUL = Operation(
     "int8_matmul", _int8_matmul_triton, _int8_matmul_torch,
-    few_rows_of({"pieces": Array(f"{_PLANES}, 8, 4, 2, 8", UINT8, dense=True), "scales": _SCALES}),
+    swizzled.few_rows_of(f"pieces: uint8[{_PLANES}, 8, 4, 2, 8] dense; {_SCALES}"),
     native=_int8_matmul_native, where=_WHERE,
 )  # fmt: skip
 
-_check_lanes = compiled_check(
-    "int8_matmul",
-    few_rows_of(
-        {
-            "pieces": Array(f"{_PLANES}, {PLANE // 2}, {ROWS}, 2", INT8, dense=True),
-            "scales": _SCALES,
-        }
-    ),
-    _WHERE,
-)
+_LANES = f"pieces: int8[{_PLANES}, {PLANE // 2}, {swizzled.ROWS}, 2] dense; {_SCALES}"
+_check_lanes = compiled_check("int8_matmul", declared(swizzled.few_rows_of(_LANES)), _WHERE)

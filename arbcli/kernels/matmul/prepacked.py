@@ -33,19 +33,9 @@ from torch.nn import functional
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.codec.packing import unpack_trits
-from arbcli.kernels.matmul.swizzled import (
-    ROWS,
-    arrange_native,
-    check_trits,
-    few_rows_fit,
-    few_rows_of,
-    multiply_native,
-    rows_torch,
-    split_tiles,
-    tiles_by,
-)
+from arbcli.kernels.matmul import swizzled
 from arbcli.kernels.runtime._triton import tl
-from arbcli.kernels.runtime.arguments import UINT8, Array, compiled_check
+from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import uses_native
 
 BLOCK = 4 * PLANE
@@ -74,11 +64,13 @@ class Prepacked(NamedTuple):
     """Whether a tile has eight rows of each half of the matrix."""
 
 
-PREPACKED_ARGUMENTS = few_rows_of(
-    {"pieces": Array(f"{tiles_by(BLOCK)}, {PIECE_BYTES.value}", UINT8, dense=True)}
+PREPACKED_SCHEMA = swizzled.few_rows_of(
+    f"pieces: uint8[{swizzled.tiles_by(BLOCK)}, {PIECE_BYTES.value}] dense"
 )
 
-check_on_cpu = compiled_check("multiply_on_cpu", PREPACKED_ARGUMENTS, few_rows_fit(1 << 31))
+check_on_cpu = compiled_check(
+    "multiply_on_cpu", declared(PREPACKED_SCHEMA), swizzled.few_rows_fit(1 << 31)
+)
 
 
 def prepack(packed: Packed, gated: bool = False) -> Prepacked:
@@ -91,16 +83,16 @@ def prepack(packed: Packed, gated: bool = False) -> Prepacked:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_trits(packed, gated)
+    swizzled.check_trits(packed, gated)
     halves = 1 + gated
-    rows, height = packed.out_features // halves, ROWS // halves
+    rows, height = packed.out_features // halves, swizzled.ROWS // halves
     tiles, blocks = -(-rows // height), -(-packed.in_features // BLOCK)
     shape, device = (tiles, blocks, CODE_BYTES + SCALE_BYTES), packed.trits.device
     pieces = torch.empty(shape, dtype=torch.uint8, device=device)
     if uses_native(packed.trits):
-        arrange_native(packed, pieces, None, gated)
+        swizzled.arrange_native(packed, pieces, None, gated)
         return Prepacked(pieces, rows, packed.in_features, gated)
-    limit = max(1, PREPACKED_AT_ONCE // (ROWS * BLOCK * blocks))
+    limit = max(1, PREPACKED_AT_ONCE // (swizzled.ROWS * BLOCK * blocks))
     for start in range(0, tiles, limit):
         index = torch.arange(height * start, min(height * (start + limit), rows), device=device)
         index = torch.cat([index + rows * half for half in range(halves)])
@@ -120,10 +112,10 @@ def _pieces(packed: Packed, gated: bool, blocks: int) -> Tensor:
     codes = unpack_trits(packed.trits, packed.in_features).to(torch.uint8) + 1
     codes = functional.pad(codes, (0, BLOCK * blocks - packed.in_features))
     # tile, half, row, block, plane i, j, q, byte
-    codes = split_tiles(codes.unflatten(1, (blocks, 4, 4, 2, 4)), gated)[..., COLUMNS]
+    codes = swizzled.split_tiles(codes.unflatten(1, (blocks, 4, 4, 2, 4)), gated)[..., COLUMNS]
     shift = torch.arange(0, 8, 2, dtype=torch.uint8, device=device).view(4, 1, 1, 1)
     codes = (codes << shift).sum(4, dtype=torch.uint8).permute(0, 3, 4, 2, 5, 1, 6)
-    scales = split_tiles(scales.unflatten(1, (blocks, 4)), gated).permute(0, 3, 2, 1, 4)
+    scales = swizzled.split_tiles(scales.unflatten(1, (blocks, 4)), gated).permute(0, 3, 2, 1, 4)
     return torch.cat([codes.flatten(2), scales.flatten(2).view(torch.uint8)], dim=2)
 
 
@@ -155,7 +147,7 @@ def decode_prepacked(pieces: Tensor) -> Tensor:
     # tile, half, row, block, plane i, j, q, byte
     weight = planes.permute(0, 6, 4, 1, 2, 3, 5, 7)
     weight = weight * scales.permute(0, 3, 2, 1, 4)[..., None, None, None]
-    return weight.reshape(ROWS * len(pieces), -1)
+    return weight.reshape(swizzled.ROWS * len(pieces), -1)
 
 
 def prepacked_torch(
@@ -164,7 +156,7 @@ def prepacked_torch(
 ) -> Tensor:  # fmt: skip
     """Compute `row_matmul` and `prepacked_rows` with torch, in float32."""
     weight = decode_prepacked(pieces)[:, :in_features]
-    return rows_torch(x, weight, out_features, gated, eps, added, dtype)
+    return swizzled.rows_torch(x, weight, out_features, gated, eps, added, dtype)
 
 
 def prepacked_native(
@@ -172,4 +164,4 @@ def prepacked_native(
     added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Compute `row_matmul` and `prepacked_rows` with the native loop."""
-    return multiply_native(x, pieces, None, out_features, gated, eps, added, dtype)
+    return swizzled.multiply_native(x, pieces, None, out_features, gated, eps, added, dtype)

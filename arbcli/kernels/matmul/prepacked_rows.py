@@ -37,7 +37,7 @@ from arbcli.kernels.matmul.prepacked import (
     BLOCK,
     CODE_BYTES,
     PIECE_BYTES,
-    PREPACKED_ARGUMENTS,
+    PREPACKED_SCHEMA,
     Prepacked,
     prepacked_native,
     prepacked_torch,
@@ -515,6 +515,6 @@ def prepacked_rows(
 
 
 PREPACKED_ROWS = Operation(
-    "prepacked_rows", _prepacked_rows_triton, prepacked_torch, PREPACKED_ARGUMENTS,
+    "prepacked_rows", _prepacked_rows_triton, prepacked_torch, PREPACKED_SCHEMA,
     native=prepacked_native, where=few_rows_fit(MOST_TEXTS),
 )  # fmt: skip

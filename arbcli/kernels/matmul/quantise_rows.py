@@ -12,7 +12,6 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_digits import to_e4m3
 from arbcli.kernels.norm.rms_norm import tiling
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
-from arbcli.kernels.runtime.arguments import Array
 from arbcli.kernels.runtime.backend import capability, row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
@@ -112,10 +111,9 @@ def _quantise_rows_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-ACTIVATIONS = Array("M, D")
-
 quantise_rows = Operation(
-    "quantise_rows", _quantise_rows_triton, _quantise_rows_torch, {"x": ACTIVATIONS},
+    "quantise_rows", _quantise_rows_triton, _quantise_rows_torch,
+    "x: real[M, D]",
     where=("D > 0",),
 )  # fmt: skip
 """Quantise rows to e4m3.

@@ -47,35 +47,17 @@ from arbcli.kernels.matmul.prepacked import (
     BLOCK,
     MOST_COLUMNS,
     PIECE_BYTES,
-    PREPACKED_ARGUMENTS,
+    PREPACKED_SCHEMA,
     Prepacked,
     prepacked_native,
     prepacked_torch,
 )
 from arbcli.kernels.matmul.swizzled import MOST_ROWS, few_rows_fit
+from arbcli.kernels.runtime import ptx
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.ptx import (
-    HAS_PTX,
-    add_byte_products,
-    load_constant,
-    load_new,
-    load_where,
-    memory_of,
-    read_float,
-    read_four,
-    read_four_where,
-    round_pair,
-    shuffle_xor,
-    unpair,
-    unpair_four,
-    warp_number,
-    write,
-    write_two,
-    write_where,
-)
 
 SHARED_BYTES = 47 << 10
 """Shared memory per program in bytes, for rows of x, their sums and their squares."""
@@ -182,7 +164,7 @@ def _split_bytes(a, b, c, d, PTX: tl.constexpr):
 @triton.jit
 def _round_four(a, b, inverse, PTX: tl.constexpr):
     """Round two pairs of bf16, times a power of two, to integers below 2**15, in two bytes each."""
-    x, bits = unpair(a) + unpair(b), ()
+    x, bits = ptx.unpair(a) + ptx.unpair(b), ()
     for i in tl.static_range(4):
         bits = bits + (tl.fma(x[i], inverse, _ROUND).to(tl.int32, bitcast=True),)  # noqa: RUF005
     return _split_bytes(bits[0], bits[2], bits[1], bits[3], PTX)
@@ -206,7 +188,7 @@ def _sum_over_four(values, PTX: tl.constexpr):
     for turn in tl.static_range(2):
         others, sums = (), ()
         for t in tl.static_range(len(values)):
-            others = others + (shuffle_xor(values[t], 1 << turn, PTX),)  # noqa: RUF005
+            others = others + (ptx.shuffle_xor(values[t], 1 << turn, PTX),)  # noqa: RUF005
         for t in tl.static_range(len(values)):
             sums = sums + (values[t] + others[t],)  # noqa: RUF005
         values = sums
@@ -219,7 +201,7 @@ def _largest_of_four(values, PTX: tl.constexpr):
     for turn in tl.static_range(2):
         others, maxima = (), ()
         for t in tl.static_range(len(values)):
-            others = others + (shuffle_xor(values[t], 1 << turn, PTX),)  # noqa: RUF005
+            others = others + (ptx.shuffle_xor(values[t], 1 << turn, PTX),)  # noqa: RUF005
         for t in tl.static_range(len(values)):
             maxima = maxima + (_max_pairs(values[t], others[t], PTX),)  # noqa: RUF005
         values = maxima
@@ -258,8 +240,8 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
         total = _sum_bytes(low_1, _sum_bytes(low_0, upper << 8, PTX), PTX)
         totals = totals + (total,)  # noqa: RUF005
         at = x_at[t] + (2 * HALF * (u // 16) + 32 * (u % 4) + 8 * (u // 4 % 4))
-        write_two(at, high_0, high_1, PTX)
-        write_two(at + HALF, low_0, low_1, PTX)
+        ptx.write_two(at, high_0, high_1, PTX)
+        ptx.write_two(at + HALF, low_0, low_1, PTX)
     # the table of a block: sums and units of planes, with the factor 4**i of their codes
     totals = _sum_over_four(totals, PTX)
     for t in tl.static_range(TURNS):
@@ -267,8 +249,8 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
         plane = u // 4 % 4
         unit = tl.where(exponents[t] < 0, 0x7FC00000, (exponents[t] - 13 - 2 * plane) << 23)
         to, first = tables_at[t] + (TABLE * (u // 16) + 4 * plane), u % 4 == 0
-        write_where(to, totals[t] << (2 * plane), first, PTX)
-        write_where(to + 16, unit, first, PTX)
+        ptx.write_where(to, totals[t] << (2 * plane), first, PTX)
+        ptx.write_where(to + 16, unit, first, PTX)
 
 
 @triton.jit
@@ -282,18 +264,18 @@ def _average_parts(values_ptr, totals_ptr, parts, u, K, WIDTH: tl.constexpr, PTX
         for i in tl.static_range(_PARTS_AT_ONCE):  # issue all loads before the first use
             part = tl.minimum(start + i, parts - 1)
             head_totals_ptr = totals_ptr + (part * (K // WIDTH) + 8 * u // WIDTH)
-            octets = octets + (load_new(values_ptr + (part * (K // 4) + 2 * u), PTX),)  # noqa: RUF005
+            octets = octets + (ptx.load_new(values_ptr + (part * (K // 4) + 2 * u), PTX),)  # noqa: RUF005
             shares = shares + (tl.load(head_totals_ptr, cache_modifier=".cg"),)  # noqa: RUF005
         for i in tl.static_range(_PARTS_AT_ONCE):
             share = tl.where(start + i < parts, shares[i], 0.0)
             total += share
-            x, added = unpair_four(octets[i]), ()
+            x, added = ptx.unpair_four(octets[i]), ()
             for j in tl.static_range(8):
                 added = added + (sums[j] + x[j] * share,)  # noqa: RUF005
             sums = added
     inverse, four = 1.0 / total, ()
     for i in tl.static_range(4):
-        pair = round_pair(sums[2 * i] * inverse, sums[2 * i + 1] * inverse, PTX)
+        pair = ptx.round_pair(sums[2 * i] * inverse, sums[2 * i + 1] * inverse, PTX)
         four = four + (pair,)  # noqa: RUF005
     return four
 
@@ -309,16 +291,16 @@ def _load_x(
         for i in tl.static_range(4):
             four = four + (octet[i] if WHOLE else tl.where(8 * u < K, octet[i], 0),)  # noqa: RUF005
     elif WHOLE:
-        four = load_new(x_ptr + 2 * u, PTX)
+        four = ptx.load_new(x_ptr + 2 * u, PTX)
     else:
-        four = load_where(x_ptr + 2 * u, 8 * u < K, False, PTX)
+        four = ptx.load_where(x_ptr + 2 * u, 8 * u < K, False, PTX)
     return four
 
 
 @triton.jit
 def _sum_of_squares(four):
     """Sum the squares of eight elements, given as four int32."""
-    x = unpair_four(four)
+    x = ptx.unpair_four(four)
     even, odd = x[0] * x[0], x[1] * x[1]
     for i in tl.static_range(2, 8, 2):
         even += x[i] * x[i]
@@ -386,7 +368,7 @@ def _take_rows(
             for turn in tl.static_range(FULL):
                 row_squares += all_squares[turn]
         if FULL < TURNS:
-            some = warp_number() + WARPS * FULL < GROUPS if PTX else True
+            some = ptx.warp_number() + WARPS * FULL < GROUPS if PTX else True
             if some:
                 row_squares += _take_octets(
                     x_ptr, totals_ptr, parts, K, x_at, tables_at, thread, FULL, 1,
@@ -410,11 +392,11 @@ def _take_rows(
         for turn in tl.static_range(5):  # over the threads of a warp
             others = ()
             for task in tl.static_range(TASKS):
-                others = others + (shuffle_xor(squares[task], 1 << turn, PTX),)  # noqa: RUF005
+                others = others + (ptx.shuffle_xor(squares[task], 1 << turn, PTX),)  # noqa: RUF005
             squares = _sum_pairwise(squares, others)
         for task in tl.static_range(TASKS):
             row, group = _task_of(task, thread // 32, ROWS, WARPS, SQUARES)
-            write(squares_at + 4 * (_padded(SQUARES) * row + group), squares[task], PTX)
+            ptx.write(squares_at + 4 * (_padded(SQUARES) * row + group), squares[task], PTX)
 
 
 @triton.constexpr_function
@@ -452,27 +434,27 @@ def _multiply_four_blocks(codes, scales, x_at, tables_at, thread, PTX: tl.conste
     sums = ((nothing,) * 4,) * 4
     for j in tl.static_range(4):
         w = codes[j]
-        x = read_four_where(x_place + 32 * j, is_mine, (nothing,) * 4, PTX)
-        x = x + read_four_where(x_place + (32 * j + 16), is_mine, (nothing,) * 4, PTX)
+        x = ptx.read_four_where(x_place + 32 * j, is_mine, (nothing,) * 4, PTX)
+        x = x + ptx.read_four_where(x_place + (32 * j + 16), is_mine, (nothing,) * 4, PTX)
         added = ()
         for i in tl.static_range(4):
             mask = _mask_of(i)
             masked = (w[0] & mask, w[1] & mask, w[2] & mask, w[3] & mask)
-            plane_sum = add_byte_products(sums[i], masked, (x[2 * i], x[2 * i + 1]), PTX)
+            plane_sum = ptx.add_byte_products(sums[i], masked, (x[2 * i], x[2 * i + 1]), PTX)
             added = added + (plane_sum,)  # noqa: RUF005
         sums = added
     # upper and lower bytes of x, minus its sum for codes T + 1, times scale and unit of a plane
-    totals = read_four(tables_at + TABLE * c, PTX)
-    units = read_four(tables_at + (TABLE * c + 16), PTX)
+    totals = ptx.read_four(tables_at + TABLE * c, PTX)
+    units = ptx.read_four(tables_at + (TABLE * c + 16), PTX)
     upper, lower = tl.zeros(thread.shape, tl.float32), tl.zeros(thread.shape, tl.float32)
     for i in tl.static_range(4):
         four, unit = sums[i], units[i].to(tl.float32, bitcast=True)
         upper_sum = (four[0] << 8) + (four[1] - totals[i])
         lower_sum = (four[2] << 8) + (four[3] - totals[i])
-        upper += upper_sum.to(tl.float32) * (unpair(scales[i // 2])[i % 2] * unit)
-        lower += lower_sum.to(tl.float32) * (unpair(scales[2 + i // 2])[i % 2] * unit)
+        upper += upper_sum.to(tl.float32) * (ptx.unpair(scales[i // 2])[i % 2] * unit)
+        lower += lower_sum.to(tl.float32) * (ptx.unpair(scales[2 + i // 2])[i % 2] * unit)
     for turn in tl.static_range(2):  # over the four blocks
-        others = shuffle_xor(upper, 1 << turn, PTX), shuffle_xor(lower, 1 << turn, PTX)
+        others = ptx.shuffle_xor(upper, 1 << turn, PTX), ptx.shuffle_xor(lower, 1 << turn, PTX)
         upper, lower = upper + others[0], lower + others[1]
     return upper, lower
 
@@ -496,7 +478,7 @@ def _plane_of(codes, scales, plane: tl.constexpr, PTX: tl.constexpr):
     else:
         mask = _mask_of(plane)
         masked = codes[0] & mask, codes[1] & mask, codes[2] & mask, codes[3] & mask
-        upper, lower = unpair(first)[plane % 2], unpair(second)[plane % 2]
+        upper, lower = ptx.unpair(first)[plane % 2], ptx.unpair(second)[plane % 2]
     return masked, upper, lower
 
 
@@ -505,13 +487,13 @@ def _read_rows(x_at, tables_at, r, c, ROWS: tl.constexpr, OF_ROW: tl.constexpr, 
     """Read a block of up to four rows of x, and the table entries for a thread's results."""
     at = x_at + (OF_ROW * tl.minimum(r // 2, ROWS - 1) + HALF * (r % 2) + 32 * c)
     if ROWS == _ROWS_OF_INSTRUCTION:
-        x = read_four(at, PTX) + read_four(at + 16, PTX)
+        x = ptx.read_four(at, PTX) + ptx.read_four(at + 16, PTX)
     else:
         nothing = (tl.zeros_like(r),) * 4
-        x = read_four_where(at, r // 2 < ROWS, nothing, PTX)
-        x = x + read_four_where(at + 16, r // 2 < ROWS, nothing, PTX)
+        x = ptx.read_four_where(at, r // 2 < ROWS, nothing, PTX)
+        x = x + ptx.read_four_where(at + 16, r // 2 < ROWS, nothing, PTX)
     table_ptr = tables_at + OF_ROW * tl.minimum(c, ROWS - 1)
-    return x, read_four(table_ptr, PTX), read_four(table_ptr + 16, PTX)
+    return x, ptx.read_four(table_ptr, PTX), ptx.read_four(table_ptr + 16, PTX)
 
 
 @triton.jit
@@ -550,7 +532,7 @@ def _multiply_block(
         for k in tl.static_range(len(row_inputs)):
             x, totals, units = row_inputs[k]
             # the instruction multiplies bytes: those of the two halves of x are combined here
-            four = add_byte_products((nothing,) * 4, masked, (x[2 * i], x[2 * i + 1]), PTX)
+            four = ptx.add_byte_products((nothing,) * 4, masked, (x[2 * i], x[2 * i + 1]), PTX)
             unit = units[i].to(tl.float32, bitcast=True)
             upper = ((four[0] << 8) + (four[1] - totals[i])).to(tl.float32)
             lower = ((four[2] << 8) + (four[3] - totals[i])).to(tl.float32)
@@ -585,14 +567,13 @@ def _do_step(
         sums = all_sums[0]
         if ABREAST == 4:  # in the order of the shuffles of `_multiply_four_blocks`
             sums = _sum_pairwise(
-                _sum_pairwise(all_sums[0], all_sums[1]),
-                _sum_pairwise(all_sums[2], all_sums[3]),
+                _sum_pairwise(all_sums[0], all_sums[1]), _sum_pairwise(all_sums[2], all_sums[3])
             )
     # sums of a step go to shared memory, where `_finish` adds those of a tile
     for k in tl.static_range(len(sums)):
         row = _ROWS_OF_INSTRUCTION * (k // 2) + c
         at = sums_at + (OF_SUMS * row + SUMS * step + 4 * r + 32 * (k % 2))
-        write_where(at, sums[k], row < ROWS, PTX)
+        ptx.write_where(at, sums[k], row < ROWS, PTX)
 
 
 @triton.constexpr_function
@@ -615,21 +596,21 @@ def _finish(
     # even and odd steps apart: two chains of additions
     y, odd = tl.zeros(added.shape, tl.float32), tl.zeros(added.shape, tl.float32)
     for k in tl.static_range(0, PER_TILE, 2):
-        y += read_float(sums_at + SUMS * k, PTX)
+        y += ptx.read_float(sums_at + SUMS * k, PTX)
         if k + 1 < PER_TILE:
-            odd += read_float(sums_at + SUMS * (k + 1), PTX)
+            odd += ptx.read_float(sums_at + SUMS * (k + 1), PTX)
     y += odd
     # the norm is a factor of the product: the mean square was summed while x was rounded
     if NORM:
         total = tl.zeros(added.shape, tl.float32)
         for first in tl.static_range(0, SQUARES, 4):
-            four = read_four(squares_at + 4 * first, PTX)
+            four = ptx.read_four(squares_at + 4 * first, PTX)
             for i in tl.static_range(min(4, SQUARES - first)):
                 total += four[i].to(tl.float32, bitcast=True)
         y *= tl.rsqrt(total * share + eps)
     # gate and up of a result are eight threads apart
     if GATED:
-        y = y / (1 + tl.exp(-y)) * shuffle_xor(y, 8, PTX)
+        y = y / (1 + tl.exp(-y)) * ptx.shuffle_xor(y, 8, PTX)
     return y + added
 
 
@@ -679,13 +660,13 @@ def _row_matmul_kernel(
         for b in tl.static_range(ABREAST):  # all codes of block c, or codes j = c of each block
             block = tl.minimum(step % PER_TILE * ABREAST + (c if SPREAD else b), BLOCKS - 1)
             piece = pieces_ptr + ((tile * BLOCKS + block).to(tl.int64) * (PIECE_BYTES // 8) + 2 * r)
-            step_codes = step_codes + (load_constant(piece + 16 * (b if SPREAD else c), PTX),)  # noqa: RUF005
+            step_codes = step_codes + (ptx.load_constant(piece + 16 * (b if SPREAD else c), PTX),)  # noqa: RUF005
             if b == 0 or not SPREAD:
-                scales_of_step = scales_of_step + (load_constant(piece + 64, PTX),)  # noqa: RUF005
+                scales_of_step = scales_of_step + (ptx.load_constant(piece + 64, PTX),)  # noqa: RUF005
         codes, scales = codes + (step_codes,), scales + (scales_of_step,)  # noqa: RUF005
 
     # shared memory: rows of x with their tables, then sums of steps, then squares of tasks
-    x_at = memory_of(instead_ptr, thread, BYTES, PTX)
+    x_at = ptx.memory_of(instead_ptr, thread, BYTES, PTX)
     tables_at = x_at + 2 * HALF * WIDE
     sums_at = x_at + OF_ROW * ROWS
     squares_at = sums_at + OF_SUMS * ROWS
@@ -723,7 +704,7 @@ def _row_matmul_kernel(
         for turn in tl.static_range(0, STEPS, WARPS):
             works = True
             if turn + WARPS > STEPS:
-                works = warp_number() + turn < STEPS if PTX else True
+                works = ptx.warp_number() + turn < STEPS if PTX else True
             if works:
                 _do_step(
                     codes[turn // WARPS], scales[turn // WARPS],
@@ -733,7 +714,7 @@ def _row_matmul_kernel(
         tl.debug_barrier()
         # sum the steps, and store
         for first in tl.static_range(0, UNITS, 2 * WARPS):
-            finishes = warp_number() * 2 + first < UNITS if PTX else True
+            finishes = ptx.warp_number() * 2 + first < UNITS if PTX else True
             if finishes:
                 unit = tl.minimum(first + thread // 16, UNITS - 1)
                 row_of_x, tile_index, row, n, stores = _place_of(
@@ -831,11 +812,10 @@ def _row_matmul_triton(
         x = x.values
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     processors = num_processors(x)
-    row_tiling = tiling_of(tiles, blocks, processors)
-    tiling = tiling_of_rows(rows, row_tiling, tiles, blocks, processors)
+    tiling = tiling_of_rows(rows, tiling_of(tiles, blocks, processors), tiles, blocks, processors)
     grid = triton.cdiv(tiles, tiling.height), triton.cdiv(rows, tiling.program_rows)
     size = tiling.shared_bytes(blocks)
-    instead = pieces if HAS_PTX else pieces.new_empty(grid[0] * grid[1] * size)
+    instead = pieces if ptx.HAS_PTX else pieces.new_empty(grid[0] * grid[1] * size)
     _row_matmul_kernel[grid](
         x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead, totals, position,
         out_features, in_features, tiles, 1 / in_features, 0.0 if eps is None else eps,
@@ -845,7 +825,7 @@ def _row_matmul_triton(
         HEIGHT=tiling.height, BLOCKS=blocks, WARPS=tiling.warps,
         SQUARES=tiling.squares or tiling.warps, WIDTH=width,
         WHOLE=in_features == BLOCK * width_of(blocks, tiling.abreast), EARLY=early,
-        BYTES=size, PTX=HAS_PTX, num_warps=tiling.warps, maxnreg=tiling.registers,
+        BYTES=size, PTX=ptx.HAS_PTX, num_warps=tiling.warps, maxnreg=tiling.registers,
         **overlap_options(x),
     )  # fmt: skip
     return y
@@ -889,6 +869,6 @@ def row_matmul(
 
 
 ROW_MATMUL = Operation(
-    "row_matmul", _row_matmul_triton, _row_matmul_torch, PREPACKED_ARGUMENTS,
+    "row_matmul", _row_matmul_triton, _row_matmul_torch, PREPACKED_SCHEMA,
     native=_row_matmul_native, where=(*few_rows_fit(MOST_ROWS), f"in_features <= {MOST_COLUMNS}"),
 )  # fmt: skip

@@ -15,15 +15,7 @@ from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import (
-    DTYPE_IS_REAL,
-    SOME_REAL,
-    Arguments,
-    Array,
-    Matrix,
-    Number,
-    compiled_check,
-)
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, compiled_check, declared
 from arbcli.kernels.runtime.backend import uses_native, uses_triton
 
 ROWS = 16
@@ -33,7 +25,7 @@ MOST_ROWS = 8
 
 check_trits = compiled_check(
     "packed weights",
-    {"packed": Matrix("N, K, G"), "gated": Number()},
+    declared("packed: packed[N, K, G]; gated"),
     ("packed.remainder is None", f"G % {PLANE} == 0", "not gated or N % 2 == 0"),
 )
 """Check that a matrix can be prepacked: trits, groups of whole planes, even N if gated."""
@@ -125,15 +117,12 @@ def grid_of(out_features: int, in_features: int, gated: bool, block: int) -> tup
     return -(-out_features // (ROWS // (1 + gated))), -(-in_features // block)
 
 
-def few_rows_of(pieces: Arguments) -> Arguments:
+def few_rows_of(pieces: str) -> str:
     """Declare the arguments: few rows, a prepacked matrix, and `added`."""
-    return {
-        "x": Array("M, in_features", SOME_REAL, dense=True),
-        **pieces,
-        **dict.fromkeys(("out_features", "in_features", "gated", "eps"), Number()),
-        "added": Array("M, out_features", SOME_REAL, optional=True),
-        "dtype": Number(),
-    }
+    return (
+        f"x: any_real[M, in_features] dense; {pieces}; out_features; in_features; gated; eps; "
+        "added: any_real[M, out_features]?; dtype"
+    )
 
 
 def few_rows_fit(limit: int) -> tuple[str, ...]:
@@ -175,7 +164,7 @@ def rows_torch(
     results = [
         tiles_torch(
             x[m : m + 1], weight, out_features, gated, eps,
-            None if added is None else added[m : m + 1], dtype,
+            None if added is None else added[m : m + 1], dtype
         )
         for m in range(len(x))
     ]  # fmt: skip

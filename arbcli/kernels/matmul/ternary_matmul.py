@@ -9,7 +9,6 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_digits import decode_digits
 from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.runtime.arguments import Array, Matrix
 from arbcli.kernels.runtime.operation import Operation
 
 
@@ -31,7 +30,7 @@ def _ternary_matmul_grad_x_triton(grad_y: Tensor, packed: Packed) -> Tensor:
 
 ternary_matmul = Operation(
     "ternary_matmul", _ternary_matmul_triton, _ternary_matmul_torch,
-    {"x": Array("M, K"), "packed": Matrix()},
+    "x: real[M, K]; packed: packed[N, K]",
 )  # fmt: skip
 """Multiply activations by a packed matrix.
 
@@ -46,7 +45,7 @@ Returns:
 """
 ternary_matmul_grad_x = Operation(
     "ternary_matmul_grad_x", _ternary_matmul_grad_x_triton, _ternary_matmul_grad_x_torch,
-    {"grad_y": Array("M, N"), "packed": Matrix()},
+    "grad_y: real[M, N]; packed: packed[N, K]",
 )  # fmt: skip
 """Compute the gradient of x of `ternary_matmul`.
 

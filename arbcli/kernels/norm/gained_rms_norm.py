@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.norm.rms_norm import (
-    ROWS,
     WHOLE_ROW,
     dense_rows,
     load_rows,
@@ -22,7 +21,6 @@ from arbcli.kernels.norm.rms_norm import (
     tiling,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.operation import Operation
 
 LEAST_TILES = 4
@@ -105,8 +103,7 @@ def _gained_rms_norm_backward_triton(
 
 gained_rms_norm_backward = Operation(
     "gained_rms_norm_backward", _gained_rms_norm_backward_triton, _gained_rms_norm_backward_torch,
-    {"grad_y": ROWS, "x": ROWS, "weight": Array("D", FLOAT, dense=True), "eps": Number(),
-     "other_grad": Array("*B, D", optional=True)},
+    "grad_y: real[*B, D]; x: real[*B, D]; weight: float32[D] dense; eps; other_grad: real[*B, D]?",
     native=_gained_rms_norm_backward_native,
 )  # fmt: skip
 """Compute the gradients of `rms_norm` with gains, and recompute its result.

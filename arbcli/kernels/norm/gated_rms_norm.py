@@ -20,7 +20,6 @@ from arbcli.kernels.norm.rms_norm import (
     tiling,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import UINT8, Arguments, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
@@ -266,14 +265,11 @@ def _backward_tiling(
     return tiling(rows, width, elements, WHOLE_BACKWARD)
 
 
-GATED_ARGUMENTS: Arguments = {
-    "gate_up": Array("*B, W"),
-    "eps": Number(),
-}
 GATED_WHERE = ("W % 2 == 0",)
 
 gated_rms_norm = Operation(
-    "gated_rms_norm", _gated_rms_norm_triton, _gated_rms_norm_torch, GATED_ARGUMENTS,
+    "gated_rms_norm", _gated_rms_norm_triton, _gated_rms_norm_torch,
+    "gate_up: real[*B, W]; eps",
     native=_gated_rms_norm_native, where=GATED_WHERE,
 )  # fmt: skip
 """Multiply silu of the first half of every row by the second half, and apply RMS norm.
@@ -287,7 +283,7 @@ Returns:
 """
 gated_rms_norm_backward = Operation(
     "gated_rms_norm_backward", _gated_rms_norm_backward_triton, _gated_rms_norm_backward_torch,
-    {"grad_y": Array("*B, W // 2"), **GATED_ARGUMENTS, "overwrite": Number()},
+    "grad_y: real[*B, W // 2]; gate_up: real[*B, W]; eps; overwrite",
     native=_gated_rms_norm_backward_native, where=GATED_WHERE,
 )  # fmt: skip
 """Compute the gradient of `gate_up` in `gated_rms_norm`, and recompute its result.
@@ -301,13 +297,7 @@ Returns:
 """
 packed_gates_backward = Operation(
     "packed_gates_backward", _packed_gates_backward_triton, _packed_gates_backward_torch,
-    {
-        "grad_y": Array("M, D"),
-        "codes": Array("M, 3 * D", UINT8, dense=True),
-        "bases": Array("M, 2", UINT8, dense=True),
-        "eps": Number(),
-        "overwrite": Number(),
-    },
+    "grad_y: real[M, D]; codes: uint8[M, 3 * D] dense; bases: uint8[M, 2] dense; eps; overwrite",
     where=("D > 0",),
 )  # fmt: skip
 """Compute `gated_rms_norm_backward` from the codes and bases of `pack_gates`.

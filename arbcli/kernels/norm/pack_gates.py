@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import Array
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
@@ -135,8 +134,7 @@ def _new_packed(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate the results of `pack_gates`."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
     codes = torch.empty(rows, 3 * width, dtype=torch.uint8, device=gate_up.device)
-    bases = torch.empty(rows, 2, dtype=torch.uint8, device=gate_up.device)
-    return codes, bases
+    return codes, torch.empty(rows, 2, dtype=torch.uint8, device=gate_up.device)
 
 
 def _pack_gates_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +148,8 @@ def _pack_gates_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 pack_gates = Operation(
-    "pack_gates", _pack_gates_triton, pack_gates_torch, {"gate_up": Array("M, W")},
+    "pack_gates", _pack_gates_triton, pack_gates_torch,
+    "gate_up: real[M, W]",
     where=("W > 0", "W % 2 == 0"),
 )  # fmt: skip
 """Pack gate and up, the halves of the rows of a matrix, each number rounded to bfloat16.

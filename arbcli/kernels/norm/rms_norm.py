@@ -18,7 +18,6 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
@@ -330,11 +329,9 @@ def _rms_norm_backward_triton(
     return grad_x, y
 
 
-ROWS, GAINS = Array("*B, D"), Array("D", FLOAT, dense=True, optional=True)
-
 rms_norm = Operation(
     "rms_norm", _rms_norm_triton, _rms_norm_torch,
-    {"x": ROWS, "weight": GAINS, "eps": Number()},
+    "x: real[*B, D]; weight: float32[D]? dense; eps",
     native=rms_norm_native,
 )  # fmt: skip
 """Normalise the rows of `x` by their root mean square and multiply them by gains.
@@ -349,7 +346,7 @@ Returns:
 """
 add_rms_norm = Operation(
     "add_rms_norm", _add_rms_norm_triton, normalise_sum(_rms_norm_torch),
-    {"x": ROWS, "added": ROWS, "weight": GAINS, "eps": Number()},
+    "x: real[*B, D]; added: real[*B, D]; weight: float32[D]? dense; eps",
     native=normalise_sum(rms_norm_native),
 )  # fmt: skip
 """Compute `rms_norm` of x + added.
@@ -361,8 +358,7 @@ Returns:
 """
 rms_norm_backward = Operation(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
-    {"grad_y": ROWS, "x": ROWS, "weight": GAINS, "eps": Number(),
-     "other_grad": Array("*B, D", optional=True)},
+    "grad_y: real[*B, D]; x: real[*B, D]; weight: float32[D]? dense; eps; other_grad: real[*B, D]?",
     native=rms_norm_backward_native,
 )  # fmt: skip
 """Compute the gradient of x in `rms_norm`, and recompute its result.

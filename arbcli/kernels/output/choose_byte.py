@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT32, INT64, Array, Number
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.update.random_bits import random_bits, random_words
@@ -30,8 +29,7 @@ def choose_byte_torch(
     """Compute `choose_byte_` with torch operations."""
     if logits.dim() == 2:
         for row, (one, row_logits) in enumerate(zip(byte.view(-1), logits, strict=True)):
-            place = position + row
-            choose_byte_torch(one, text, row_logits, place, key, temperature, top_k, top_p)
+            choose_byte_torch(one, text, row_logits, position + row, key, temperature, top_k, top_p)
         return None
     if logits.shape[-1] > MAX_SYMBOLS:
         return choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p)
@@ -76,8 +74,7 @@ def choose_among_many(
     else:
         score, symbol = logits.float().sort(descending=True, stable=True)
         score = (score - score[0]) / (temperature + (temperature == 0))
-        rank = torch.arange(len(score), device=score.device)
-        kept = rank < top_k
+        kept = torch.arange(len(score), device=score.device) < top_k
         # integer sums are the same in any order
         share = (torch.where(kept, score, -torch.inf).softmax(0) * 2.0**40).long()
         limit = top_p.double() * 2**40 if isinstance(top_p, Tensor) else top_p * 2.0**40
@@ -179,19 +176,9 @@ TEXT_FITS = f"(text.dtype == torch.uint8) == (V <= {MAX_SYMBOLS})"
 
 choose_byte_ = Operation(
     "choose_byte", _choose_byte_triton, choose_byte_torch,
-    {
-        "byte": Array("*B", INT64, dense=True),
-        "text": Array("P", (torch.uint8, torch.int32), dense=True),
-        "logits": Array("*M, V", dense=True),
-        "position": Array("", INT32),
-        "key": Array("", INT32),
-        "temperature": Number(),
-        "top_k": Number(),
-        "top_p": Number(),
-        "repeated": Array("2", INT64, dense=True, optional=True),
-        "equal": Array("", INT32, optional=True),
-        "equal_bonus": Number(),
-    },
+    "byte: int64[*B] dense; text: uint8|int32[P] dense; logits: real[*M, V] dense; "
+    "position: int32[]; key: int32[]; temperature; top_k; top_p; repeated: int64[2]? dense; "
+    "equal: int32[]?; equal_bonus",
     where=(
         "V > 0", TEXT_FITS, "byte.numel() == logits.numel() // V",
         f"len(M) == 0 or len(M) == 1 and V <= {MAX_SYMBOLS}",

@@ -1,17 +1,9 @@
 """Batched `choose_byte`: each text has its own position, key and sampling options."""
 
-import torch
 from torch import Tensor
 
-from arbcli.kernels.output.choose_byte import (
-    MAX_SYMBOLS,
-    TEXT_FITS,
-    choose_among_many,
-    choose_byte_torch,
-    choose_symbol,
-)
+from arbcli.kernels.output import choose_byte
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT32, INT64, Array
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -21,13 +13,13 @@ def _choose_bytes_torch(
     top_k: Tensor, top_p: Tensor,
 ) -> None:  # fmt: skip
     sampling = temperature, top_k, top_p
-    if logits.shape[1] > MAX_SYMBOLS:
+    if logits.shape[1] > choose_byte.MAX_SYMBOLS:
         for row in zip(byte, text, logits, position, key, *sampling, strict=True):
-            choose_among_many(*row)
+            choose_byte.choose_among_many(*row)
         return
     numbers = (part.tolist() for part in sampling)
     for one in zip(byte, text, logits, position, key, *numbers, strict=True):
-        choose_byte_torch(*one)
+        choose_byte.choose_byte_torch(*one)
 
 
 @triton.jit
@@ -41,7 +33,7 @@ def _choose_bytes_kernel(
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     wait_for_last(OVERLAP)
     position = tl.load(position_ptr + row)
-    choice = choose_symbol(
+    choice = choose_byte.choose_symbol(
         logits_ptr + row * V, position, tl.load(key_ptr + row), temperature, top_k, top_p, V,
         temperature > 0, (top_k < V) | (top_p < 1), BLOCK_V, BLOCK_J,
     )  # fmt: skip
@@ -54,7 +46,7 @@ def _choose_bytes_triton(
     top_k: Tensor, top_p: Tensor,
 ) -> None:  # fmt: skip
     texts, symbols = logits.shape
-    if symbols > MAX_SYMBOLS:
+    if symbols > choose_byte.MAX_SYMBOLS:
         return _choose_bytes_torch(byte, text, logits, position, key, temperature, top_k, top_p)
     _choose_bytes_kernel[(texts,)](
         byte, text, logits, position, key, temperature, top_k, top_p, text.shape[1], symbols,
@@ -66,17 +58,10 @@ def _choose_bytes_triton(
 
 choose_bytes_ = Operation(
     "choose_bytes", _choose_bytes_triton, _choose_bytes_torch,
-    {
-        "byte": Array("B, 1", INT64, dense=True),
-        "text": Array("B, P", (torch.uint8, torch.int32), dense=True),
-        "logits": Array("B, V", dense=True),
-        "position": Array("B", INT32, dense=True),
-        "key": Array("B", INT32, dense=True),
-        "temperature": Array("B", FLOAT, dense=True),
-        "top_k": Array("B", INT32, dense=True),
-        "top_p": Array("B", FLOAT, dense=True),
-    },
-    where=("V > 0", TEXT_FITS),
+    "byte: int64[B, 1] dense; text: uint8|int32[B, P] dense; logits: real[B, V] dense; "
+    "position: int32[B] dense; key: int32[B] dense; temperature: float32[B] dense; "
+    "top_k: int32[B] dense; top_p: float32[B] dense",
+    where=("V > 0", choose_byte.TEXT_FITS),
 )  # fmt: skip
 """Sample the byte or token at `position` of each text from its logits, in place.
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
@@ -17,8 +16,7 @@ from arbcli.kernels.runtime.operation import Operation
 def _cross_entropy_torch(logits: Tensor, targets: Tensor) -> Tensor:
     loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     for rows in row_chunks(logits):
-        part = functional.cross_entropy(logits[rows].float(), targets[rows], reduction="none")
-        loss[rows] = part
+        loss[rows] = functional.cross_entropy(logits[rows].float(), targets[rows], reduction="none")
     return loss
 
 
@@ -107,12 +105,13 @@ def _cross_entropy_backward_triton(logits: Tensor, targets: Tensor, scale: Tenso
     return grad
 
 
-_ARGUMENTS = {"logits": Array("M, V"), "targets": Array("M", INT64)}
 _WHERE = ("0 < V <= 4096",)
 
 cross_entropy = Operation(
-    "cross_entropy", _cross_entropy_triton, _cross_entropy_torch, _ARGUMENTS, where=_WHERE
-)
+    "cross_entropy", _cross_entropy_triton, _cross_entropy_torch,
+    "logits: real[M, V]; targets: int64[M]",
+    where=_WHERE,
+)  # fmt: skip
 """Compute the cross-entropy of every row, in nats.
 
 Args:
@@ -124,7 +123,8 @@ Returns:
 """
 cross_entropy_backward = Operation(
     "cross_entropy_backward", _cross_entropy_backward_triton, _cross_entropy_backward_torch,
-    _ARGUMENTS | {"scale": Array("", FLOAT)}, where=_WHERE,
+    "logits: real[M, V]; targets: int64[M]; scale: float32[]",
+    where=_WHERE,
 )  # fmt: skip
 """Compute the gradient of `scale` times the mean of `cross_entropy`.
 

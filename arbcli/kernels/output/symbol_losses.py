@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
@@ -92,13 +91,12 @@ def _grade_symbols_triton(logits: Tensor, targets: Tensor, total: Tensor, scale:
         )  # fmt: skip
 
 
-_ROW = Array("M", FLOAT, dense=True)
-_CHUNK = {"logits": Array("M, V"), "targets": Array("M", INT64)}
 _WHERE = (f"0 < V <= {MOST_SYMBOLS}",)
 
 add_symbols_ = Operation(
     "add_symbols", _add_symbols_triton, _add_symbols_torch,
-    {"total": _ROW, "target_sums": _ROW, **_CHUNK}, where=_WHERE,
+    "total: float32[M] dense; target_sums: float32[M] dense; logits: real[M, V]; targets: int64[M]",
+    where=_WHERE,
 )  # fmt: skip
 """Update the log-sum-exp of rows with a chunk of symbols, in place.
 
@@ -110,7 +108,8 @@ Args:
 """
 grade_symbols_ = Operation(
     "grade_symbols", _grade_symbols_triton, _grade_symbols_torch,
-    {**_CHUNK, "total": _ROW, "scale": _ROW}, where=_WHERE,
+    "logits: real[M, V]; targets: int64[M]; total: float32[M] dense; scale: float32[M] dense",
+    where=_WHERE,
 )  # fmt: skip
 """Replace the logits of a chunk by the gradient of the scaled losses, in place.
 

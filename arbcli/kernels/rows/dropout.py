@@ -10,7 +10,6 @@ from torch import Tensor
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT32, Array, Number
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.random_bits import random_bits, random_words
 
@@ -79,7 +78,7 @@ def _dropout_triton(x: Tensor, key: Tensor, rate: float) -> Tensor:
 
 dropout = Operation(
     "dropout", _dropout_triton, _dropout_torch,
-    {"x": Array("M, D"), "key": Array("", INT32), "rate": Number()},
+    "x: real[M, D]; key: int32[]; rate",
     native=_dropout_native, where=("0 <= rate < 1",),
 )  # fmt: skip
 """Set random elements to 0, and divide the others by the share that is kept.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT64, Array
 from arbcli.kernels.runtime.operation import Operation
 
 
@@ -32,8 +31,7 @@ def _gather_rows_torch(buffer: Tensor, rows: Tensor) -> Tensor:
     if num_rows == 0:
         return buffer.new_zeros(len(rows), buffer.shape[1])
     outside = (rows < 0) | (rows >= num_rows)
-    gathered = buffer.index_select(0, rows.clamp(0, num_rows - 1))
-    return gathered.masked_fill_(outside[:, None], 0)
+    return buffer.index_select(0, rows.clamp(0, num_rows - 1)).masked_fill_(outside[:, None], 0)
 
 
 def _scatter_rows_torch(buffer: Tensor, rows: Tensor, values: Tensor) -> Tensor:
@@ -105,11 +103,9 @@ def _scatter_rows_triton(buffer: Tensor, rows: Tensor, values: Tensor) -> Tensor
     return buffer
 
 
-_BUFFER = Array("V, B", (torch.int8, torch.uint8))
-
 gather_rows = Operation(
     "gather_rows", _gather_rows_triton, _gather_rows_torch,
-    {"buffer": _BUFFER, "rows": Array("R", INT64)},
+    "buffer: int8|uint8[V, B]; rows: int64[R]",
 )  # fmt: skip
 """Copy rows of a table.
 
@@ -123,9 +119,7 @@ Returns:
 
 scatter_rows_ = Operation(
     "scatter_rows", _scatter_rows_triton, _scatter_rows_torch,
-    {
-        "buffer": _BUFFER, "rows": Array("R", INT64), "values": Array("R, B", _BUFFER.dtypes)
-    },
+    "buffer: int8|uint8[V, B]; rows: int64[R]; values: int8|uint8[R, B]",
     where=("values.dtype == buffer.dtype",),
 )  # fmt: skip
 """Write rows of a table in place.

@@ -20,7 +20,7 @@ from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import byte_tiles, digit_of, plane_offsets
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, INT64, Array, Matrix, Number
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -212,10 +212,7 @@ def _segments_triton(ids: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor]:
 
 embedding_rows = Operation(
     "embedding_rows", _embedding_rows_triton, _embedding_rows_torch,
-    {
-        "ids": Array("M", INT64), "packed": Matrix("V, D"),
-        "dtype": Number(),
-    },
+    "ids: int64[M]; packed: packed[V, D]; dtype",
     native=embedding_rows_native, where=(DTYPE_IS_REAL,),
 )  # fmt: skip
 """Decode the rows `ids` of a packed table.
@@ -232,10 +229,7 @@ Returns:
 
 embedding_grad = Operation(
     "embedding_grad", _embedding_grad_triton, _embedding_grad_torch,
-    {
-        "grad_y": Array("M, D"), "ids": Array("M", INT64),
-        "num_embeddings": Number(),
-    },
+    "grad_y: real[M, D]; ids: int64[M]; num_embeddings",
 )  # fmt: skip
 """Sum the gradients of the tokens of each id.
 

@@ -20,15 +20,7 @@ from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.rows.table_rows import TouchedRows
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import (
-    DTYPE_IS_REAL,
-    FLOAT,
-    INT64,
-    Array,
-    Matrix,
-    Number,
-    compiled_check,
-)
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, compiled_check, declared
 from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.operation import Operation
 
@@ -344,7 +336,7 @@ def _weighted_rows_grad_triton(
     return grad
 
 
-_check_ids = compiled_check("touched_rows", {"ids": Array("S", INT64), "num_rows": Number()})
+_check_ids = compiled_check("touched_rows", declared("ids: int64[S]; num_rows"))
 
 
 def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
@@ -371,8 +363,7 @@ def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
     begins = keys < num_rows
     begins[1:] &= keys[1:] != keys[:-1]
     ranks = torch.cumsum(begins, dim=0)  # index of a slot's row, from 1
-    num_touched = min(len(ids), num_rows)
-    places = torch.arange(1, num_touched + 2, device=ids.device)
+    places = torch.arange(1, min(len(ids), num_rows) + 2, device=ids.device)
     slots = inside.sum()
     bounds = torch.minimum(torch.searchsorted(ranks, places), slots)
     count = begins.sum()
@@ -404,11 +395,9 @@ def weighted_rows_grad(
     return WEIGHTED_ROWS_GRAD(grad_y, weights, tokens, touched.order, touched.bounds, dtype)
 
 
-_IDS, _TABLE = Array("M, S", INT64), Matrix("V, D")
-
 weighted_rows = Operation(
     "weighted_rows", _weighted_rows_triton, _weighted_rows_torch,
-    {"ids": _IDS, "weights": Array("M, S", FLOAT), "packed": _TABLE, "dtype": Number()},
+    "ids: int64[M, S]; weights: float32[M, S]; packed: packed[V, D]; dtype",
     where=(DTYPE_IS_REAL,),
 )  # fmt: skip
 """Compute weighted sums of rows of a packed table.
@@ -426,7 +415,8 @@ Returns:
 """
 weighted_rows_grad_weights = Operation(
     "weighted_rows_grad_weights", _weighted_rows_grad_weights_triton,
-    _weighted_rows_grad_weights_torch, {"grad_y": Array("M, D"), "ids": _IDS, "packed": _TABLE},
+    _weighted_rows_grad_weights_torch,
+    "grad_y: real[M, D]; ids: int64[M, S]; packed: packed[V, D]",
 )  # fmt: skip
 """Compute the gradient of the weights of `weighted_rows`.
 
@@ -440,10 +430,7 @@ Returns:
 """
 WEIGHTED_ROWS_GRAD = Operation(
     "weighted_rows_grad", _weighted_rows_grad_triton, _weighted_rows_grad_torch,
-    {
-        "grad_y": Array("M, D"), "weights": Array("S", FLOAT), "tokens": Array("S", INT64),
-        "order": Array("S", INT64, dense=True), "bounds": Array("R", INT64, dense=True),
-        "dtype": Number(),
-    },
+    "grad_y: real[M, D]; weights: float32[S]; tokens: int64[S]; order: int64[S] dense; "
+    "bounds: int64[R] dense; dtype",
     where=(f"dtype is None or {DTYPE_IS_REAL}",),
 )  # fmt: skip

@@ -6,6 +6,7 @@ depend on a later one is checked after it.
 """
 
 import ast
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,10 +27,9 @@ REAL = (torch.float32, torch.bfloat16)
 """Dtypes of real values; all `REAL` arrays of a call have the same one."""
 SOME_REAL = (torch.float32, torch.bfloat16, "of its own")
 """Dtypes of real values, independent of other arguments."""
+REALS: dict[str, tuple] = {"real": REAL, "any_real": SOME_REAL}
 DTYPE_IS_REAL = "dtype in (torch.float32, torch.bfloat16)"
 """Condition on an argument `dtype`: that of a result of real values."""
-FLOAT, INT8, INT32, INT64 = (torch.float32,), (torch.int8,), (torch.int32,), (torch.int64,)
-UINT8, BOOL, BF16 = (torch.uint8,), (torch.bool,), (torch.bfloat16,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,29 @@ class Number:
 
 Argument = Array | Matrix | Number
 Arguments = Mapping[str, Argument]
+
+
+def declared(schema: str) -> Arguments:
+    """Read the declarations of arguments, such as `x: real[M, D]; gain: float32[D]? dense; eps`.
+
+    A name alone is a number, and `name: a|b` one of some strings. `packed[N, K]` is a packed
+    matrix. Other types are those of tensors: `real` and `any_real` for `REAL` and `SOME_REAL`, or
+    names of dtypes, separated by `|`. Then come the sizes, `?` if None is allowed, and `dense`,
+    `rows`, `parts` or `one`: see `Array`.
+    """
+    arguments: dict[str, Argument] = {}
+    for entry in filter(None, schema.split(";")):
+        name, _, kind = map(str.strip, entry.partition(":"))
+        match = re.fullmatch(r"([\w|]+)\[(.*)\](\??) ?(\w*)", kind)
+        if match is None:
+            arguments[name] = Number(tuple(kind.split("|")) if kind else ())
+        elif match[1] == "packed":
+            arguments[name] = Matrix(match[2], bool(match[3]))
+        else:
+            dense: Any = match[4] == "dense" or (match[4] in ("rows", "parts") and match[4])
+            dtypes = REALS.get(match[1]) or tuple(getattr(torch, d) for d in match[1].split("|"))
+            arguments[name] = Array(match[2], dtypes, dense, bool(match[3]), match[4] == "one")
+    return arguments
 
 
 def evaluate(expression: Any, known: Mapping[str, Any]) -> Any:

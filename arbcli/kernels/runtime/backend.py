@@ -42,7 +42,7 @@ def check_backend(name: str, device: torch.device) -> None:
         ArbError: the backend is unknown, or cannot run here.
     """
     if name not in BACKENDS:
-        raise ArbError(f"no backend is named `{name}`", hint=f"choose one of: {quoted(BACKENDS)}")
+        raise ArbError(f"no backend is named `{name}`", f"choose one of: {quoted(BACKENDS)}")
     if name == "torch":
         return
     if name == "native":
@@ -51,7 +51,7 @@ def check_backend(name: str, device: torch.device) -> None:
     if name == "triton" and device.type != "cuda":
         raise ArbError(
             f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
-            hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
+            "use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
         )
     if not HAS_TRITON:
         raise TritonMissing(f"the `{name}` backend")
@@ -61,7 +61,7 @@ def check_backend(name: str, device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         raise ArbError(
             f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}; kernels need sm_80",
-            hint="use `--backend torch`, or a GPU of 2020 or later",
+            "use `--backend torch`, or a GPU of 2020 or later",
         )
 
 
@@ -69,13 +69,13 @@ def _check_interpreter() -> None:
     if not INTERPRETED:
         raise ArbError(
             "the `interpreter` backend was not asked for before the kernels were defined",
-            hint=f"set the environment variable `{INTERPRET}=1`",
+            f"set the environment variable `{INTERPRET}=1`",
         )
     triton, numpy = (version(name).split(".") for name in ("triton", "numpy"))
     if triton[:2] == ["3", "6"] and tuple(map(int, numpy[:2])) >= (2, 4):  # fixed in Triton 3.7
         raise ArbError(
             "Triton 3.6 converts arrays of one element to numbers, which NumPy 2.4 refuses",
-            hint="install `numpy<2.4` or a later Triton, or use `--backend torch`",
+            "install `numpy<2.4` or a later Triton, or use `--backend torch`",
         )
 
 
@@ -83,12 +83,12 @@ def _check_native(device: torch.device) -> None:
     if device.type != "cpu":
         raise ArbError(
             f"the `native` backend needs a CPU, and this run is on `{device}`",
-            hint="use `--backend torch`, or `--device cpu`",
+            "use `--backend torch`, or `--device cpu`",
         )
     if not native.available():
         raise ArbError(
             f"the `native` backend cannot run here: {native.why_not()}",
-            hint="install a C compiler, such as gcc, or use `--backend torch`: the same, slower",
+            "install a C compiler, such as gcc, or use `--backend torch`: the same, slower",
         )
 
 

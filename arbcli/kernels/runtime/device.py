@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from arbcli.base.environment import no_cuda_device
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, setting_error
 from arbcli.kernels.runtime.backend import check_backend, default_backend
 
 COMPUTE = {
@@ -55,13 +55,11 @@ def resolve_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ArbError(f"no device is named `{name}`", hint=DEVICES) from None
+        raise ArbError(f"no device is named `{name}`", DEVICES) from None
     if device.type not in ("cpu", "cuda", "mps"):
-        raise ArbError(f"`{name}` is not supported", hint=DEVICES)
+        raise ArbError(f"`{name}` is not supported", DEVICES)
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ArbError(
-            f"there is no Apple GPU for `{name}`", hint="use `--device cpu`, or leave it out"
-        )
+        raise ArbError(f"there is no Apple GPU for `{name}`", "use `--device cpu`, or leave it out")
     if device.type == "mps":
         warnings.warn("`mps` was never tried: compare its losses with `cpu`", stacklevel=2)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -88,8 +86,7 @@ def default_compute(device: torch.device) -> str:
         return "fp32"
     # oneDNN must support the CPU's instructions; torch for Apple CPUs is built without oneDNN
     onednn = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    native = multiplies_bf16(torch.cpu.get_capabilities())
-    return "bf16" if onednn and native else "fp32"
+    return "bf16" if onednn and multiplies_bf16(torch.cpu.get_capabilities()) else "fp32"
 
 
 def multiplies_bf16(capabilities: Mapping[str, Any]) -> bool:
@@ -111,18 +108,14 @@ def check_compute(compute: str, device: torch.device) -> None:
         ArbError: the GPU lacks FP8 products.
     """
     if compute == "fp8" and device.type == "mps":
-        raise ArbError(
-            "`compute=fp8` is not supported on Apple GPUs",
-            hint="use `compute=fp32`",
-            fields=("compute",),
-        )
+        raise setting_error("`compute=fp8` is not supported on Apple GPUs", "use `compute=fp32`")
     if compute == "fp8" and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < (8, 9):
             raise ArbError(
                 f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}, and `compute=fp8`"
                 " needs sm_89",
-                hint="use `compute=bf16`, or a GPU of 2022 or later",
+                "use `compute=bf16`, or a GPU of 2022 or later",
                 fields=("compute",),
             )
 
@@ -200,11 +193,11 @@ def explained_out_of_memory(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ArbError("the GPU's memory is not enough for this model", hint=hint) from error
+        raise ArbError("the GPU's memory is not enough for this model", hint) from error
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
             raise  # torch has no exception class for the CPU allocator's errors
-        raise ArbError("this machine's memory is not enough for this model", hint=hint) from error
+        raise ArbError("this machine's memory is not enough for this model", hint) from error
 
 
 def available_bytes() -> int | None:
@@ -257,7 +250,7 @@ def check_room(needed_bytes: int, what: str, hint: str, available: int | None = 
     available = available_bytes() if available is None else available
     if available is not None and needed_bytes > available:
         need, have = (f"{size / 2**30:,.2f} GiB" for size in (needed_bytes, available))
-        raise ArbError(f"{what} needs at least {need} of memory, and {have} are free", hint=hint)
+        raise ArbError(f"{what} needs at least {need} of memory, and {have} are free", hint)
 
 
 def peak_operations(device: torch.device) -> float | None:

@@ -104,7 +104,7 @@ def _level() -> str | None:
         names = quoted(here) or "none"
         raise ArbError(
             f"`{LEVEL}` is `{level}`, and the levels of this CPU are: {names}",
-            hint=f"set `{LEVEL}` to one of them, or unset it to use all instructions",
+            f"set `{LEVEL}` to one of them, or unset it to use all instructions",
         )
     return level
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from arbcli.kernels.runtime.arguments import Arguments, Matrix, Number, compiled_check
+from arbcli.kernels.runtime.arguments import Arguments, Matrix, Number, compiled_check, declared
 from arbcli.kernels.runtime.backend import choose
 
 P = ParamSpec("P")
@@ -26,12 +26,14 @@ class Operation(Generic[P, R]):
     triton: Callable[P, R]
     """Implementation whose parameters, defaults and results are those of the operation."""
     torch: Callable[P, R]
-    arguments: Arguments = field(default_factory=dict)
-    """Arguments by name, in their order."""
+    schema: str = ""
+    """Declaration of the arguments, in their order: see `declared`."""
     native: Callable[P, R] | None = None
     """Implementation of the `native` backend; None is that of `torch`."""
     where: tuple[str, ...] = ()
     """Further conditions on sizes and arguments: expressions of Python."""
+    arguments: Arguments = field(init=False)
+    """Arguments by name."""
     check: Callable[..., None] = field(init=False)
     """Refuses arguments that do not fit, with a ValueError."""
     first: int = field(init=False)
@@ -40,13 +42,15 @@ class Operation(Generic[P, R]):
     """Whether it is a packed matrix."""
 
     def __post_init__(self) -> None:
-        kinds = [*self.arguments.values()]
+        arguments = declared(self.schema)
+        kinds = [*arguments.values()]
         tensors = [i for i, kind in enumerate(kinds) if not isinstance(kind, Number)]
         first = [i for i in tensors if not kinds[i].optional]
         parameters = signature(self.triton).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         derived: dict[str, Any] = {
-            "check": compiled_check(self.name, self.arguments, self.where, defaults),
+            "arguments": arguments,
+            "check": compiled_check(self.name, arguments, self.where, defaults),
             "first": first[0] if first else 0,
             "packed_first": bool(first) and isinstance(kinds[first[0]], Matrix),
         }

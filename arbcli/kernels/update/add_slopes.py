@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.kernels.update.direction import OK, round_to_int
+from arbcli.kernels.update.direction import round_to_int
 
 BLOCK_N, BLOCK_G = 8, 128
 CLIP = 16 << 16
@@ -79,10 +78,7 @@ def _add_slopes_triton(
 
 add_slopes = Operation(
     "add_slopes", _add_slopes_triton, _add_slopes_torch,
-    {
-        "total": Array("N, G", (torch.int16,)), "slope": Array("N, G", FLOAT),
-        "slope_gain": Array("", FLOAT), "weight": Array("", INT32), "ok": OK,
-    },
+    "total: int16[N, G]; slope: float32[N, G]; slope_gain: float32[]; weight: int32[]; ok: int32[]",
 )  # fmt: skip
 """Add slopes to a total, in place.
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from arbcli.kernels.codec.layout import BLOCK, PLANE, TRITS_PER_BYTE
 from arbcli.kernels.codec.packing import unpack_trits_torch
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT8, INT32, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.random_bits import random_halves, random_words
@@ -93,9 +92,8 @@ def _average_weights_triton(
 
 average_weights = Operation(
     "average_weights", _average_weights_triton, _average_weights_torch,
-    {"packed": Array("N, row_bytes(K)", UINT8), "remainder": Array("N, K", INT8),
-     "average": Array("N, K", INT8), "key": Array("", INT32), "turn": Array("", INT32),
-     "rate": Array("", INT32), "radix": Number(), "shift": Number(), "nibble": Number()},
+    "packed: uint8[N, row_bytes(K)]; remainder: int8[N, K]; average: int8[N, K]; key: int32[]; "
+    "turn: int32[]; rate: int32[]; radix; shift; nibble",
 )  # fmt: skip
 """Move the average of weights towards them, in place.
 

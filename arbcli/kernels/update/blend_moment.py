@@ -12,14 +12,11 @@ from torch import Tensor
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT8, INT32, INT64, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import (
-    DIRECTION,
     GAINS_BELONG,
     MOST_REGISTERS,
-    OK,
     fixed_point,
     fixed_point_torch,
     load_gain,
@@ -150,13 +147,10 @@ def _blend_moment_triton(
 
 blend_moment = Operation(
     "blend_moment", _blend_moment_triton, _blend_moment_torch,
-    {
-        "moment": Array("N, K", INT8), **DIRECTION, "key": Array("", INT32), "ok": OK,
-        "squares": Array("", INT64), "decay": Number(), "gain": Array("", INT32),
-        "shift": Array("", INT32), "nibble": Number(),
-    },
-    native=_blend_moment_native,
-    where=(GAINS_BELONG, f"0 <= decay <= {1 << 16}"),  # in int32
+    "moment: int8[N, K]; values: real[N, K]; row_gain: float32[N]?; "
+    "column_gain: float32[K]? dense; key: int32[]; ok: int32[]; squares: int64[]; decay; "
+    "gain: int32[]; shift: int32[]; nibble",
+    native=_blend_moment_native, where=(GAINS_BELONG, f"0 <= decay <= {1 << 16}"),
 )  # fmt: skip
 """Blend a direction into the moment, in place.
 

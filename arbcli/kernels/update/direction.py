@@ -12,7 +12,6 @@ from torch import Tensor
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array
 from arbcli.kernels.runtime.backend import tiles_of_a_program
 
 UNIT = 1 << 16
@@ -74,12 +73,4 @@ def fixed_point(values, row_gain, column_gain, LIMIT: tl.constexpr, HAS_ROWS: tl
     return tl.where(values > 0, 65536, tl.where(values < 0, -65536, 0))
 
 
-DIRECTION = {
-    "values": Array("N, K"),
-    "row_gain": Array("N", FLOAT, optional=True),
-    "column_gain": Array("K", FLOAT, dense=True, optional=True),
-}
-"""Arguments of a direction: values, and gains of rows and columns; without gains, signs."""
 GAINS_BELONG = "column_gain is None or row_gain is not None"
-OK = Array("", INT32)
-"""Flag that enables the step of a matrix."""

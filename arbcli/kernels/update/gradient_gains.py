@@ -19,7 +19,6 @@ from torch import Tensor
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, INT64, Array
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
@@ -317,17 +316,11 @@ def slope_gain(slope: Tensor, slope_squares: Tensor) -> tuple[Tensor, Tensor]:
 
 GRADIENT_GAINS = Operation(
     "gradient_gains", _gradient_gains_triton, _gradient_gains_torch,
-    {
-        "slope": Array("N, G", (torch.float32, torch.int16)),
-        "slope_squares": Array("P", (torch.float64, torch.float32), dense=True),
-        "squares": Array("P", FLOAT, dense=True), "rows": Array("R, N", FLOAT, dense=True),
-        "columns": Array("C, K", FLOAT, dense=True),
-        "row_statistic": Array("N, 2", INT8, optional=True),
-        "column_statistic": Array("K, 2", INT8, optional=True),
-        "row_key": Array("", INT32), "column_key": Array("", INT32),
-        "refused": Array("", INT64), "nonfinite": Array("", INT64),
-    },
-    native=_gradient_gains_native,
+    "slope: float32|int16[N, G]; slope_squares: float64|float32[P] dense; "
+    "squares: float32[P] dense; rows: float32[R, N] dense; columns: float32[C, K] dense; "
+    "row_statistic: int8[N, 2]?; column_statistic: int8[K, 2]?; row_key: int32[]; "
+    "column_key: int32[]; refused: int64[]; nonfinite: int64[]",
+    native=_gradient_gains_native, 
     where=(
         "slope_squares.dtype == (torch.float32 if slope.is_mps else torch.float64)",
         "(row_statistic is None) == (column_statistic is None)",

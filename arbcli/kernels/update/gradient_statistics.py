@@ -22,7 +22,7 @@ from arbcli.kernels.codec.packed import Packed, load_scale, scale_of, scales_tor
 from arbcli.kernels.codec.packing import first_digit, take_trit, trit_at, trit_positions
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import Array, Matrix, Number, TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.operation import Operation
 
@@ -365,10 +365,7 @@ def _gradient_statistics_triton(
 
 gradient_statistics = Operation(
     "gradient_statistics", _gradient_statistics_triton, _gradient_statistics_torch,
-    {
-        "grad": Array("N, K"), "packed": Matrix(), "factored": Number(),
-        "signs": Number(),
-    },
+    "grad: real[N, K]; packed: packed[N, K]; factored; signs",
     native=_gradient_statistics_native, where=("N > 0 and K > 0",),
 )  # fmt: skip
 """Sum gradient times weight over every group, and the squares of the gradient, in one pass.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime.arguments import FLOAT, Array, Number, compiled_check
+from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import uses_native
 
 LEAST_TRACE = torch.finfo(torch.float32).tiny
@@ -68,7 +68,7 @@ def _table(numbers: tuple[float, ...]) -> Tensor:
 
 _check = compiled_check(
     "gram_inverses",
-    {"x": Array("*B, N, M", FLOAT), "shifts": Number(), "weights": Number()},
+    declared("x: float32[*B, N, M]; shifts; weights"),
     ("len(B) < 2", "len(weights) == len(shifts) + 1"),
 )
 

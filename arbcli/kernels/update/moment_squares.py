@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT8, INT64, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
@@ -46,7 +45,7 @@ def _moment_squares_triton(moment: Tensor, squares: Tensor, nibble: bool) -> Non
 
 moment_squares = Operation(
     "moment_squares", _moment_squares_triton, _moment_squares_torch,
-    {"moment": Array("N, K", INT8), "squares": Array("", INT64), "nibble": Number()},
+    "moment: int8[N, K]; squares: int64[]; nibble",
 )  # fmt: skip
 """Add the sum of the squares of a moment to `squares`, in place.
 

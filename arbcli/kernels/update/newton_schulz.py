@@ -45,7 +45,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import described, tl, triton
-from arbcli.kernels.runtime.arguments import Array, Number
 from arbcli.kernels.runtime.backend import capability, num_processors, uses_triton
 from arbcli.kernels.runtime.operation import Operation
 
@@ -345,7 +344,11 @@ def shares_polynomial(stack: Tensor) -> bool:
     return stack.shape[-2] <= MOST_SHARED and _pays(stack, True) and not _pays(stack, False)
 
 
-gram = Operation("gram", _faster_gram, _gram_torch, {"x": Array("*B, N, K")}, where=("len(B) < 2",))
+gram = Operation(
+    "gram", _faster_gram, _gram_torch,
+    "x: real[*B, N, K]",
+    where=("len(B) < 2",),
+)  # fmt: skip
 """Multiply a matrix by its own transpose: a[i, j] = sum over k of x[i, k] * x[j, k].
 
 On Hopper GPUs the kernel computes those bfloat16 matrices that it is faster on, by shape (see
@@ -360,7 +363,7 @@ Returns:
 """
 gram_polynomial = Operation(
     "gram_polynomial", _faster_gram_polynomial, _gram_polynomial_torch,
-    {"a": Array("*B, N, N"), "alpha": Number(), "beta": Number(), "gamma": Number()},
+    "a: real[*B, N, N]; alpha; beta; gamma",
     where=("len(B) < 2",),
 )  # fmt: skip
 """Evaluate alpha I + beta a + gamma a @ a for a symmetric matrix.

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT8, INT32, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.hadamard import BLOCK_FITS, column_signs, mix_blocks, mixed
@@ -201,16 +200,11 @@ def _quantise_gradient_triton(
 
 SUMS = (torch.int8, torch.int16, torch.int32)
 _MOST = f"torch.iinfo(sums.dtype).max if low is None else {LARGEST_OF_PLANES}"
-_VECTOR = Array("N", INT8, dense=True)
 
 quantise_gradient = Operation(
     "quantise_gradient", _quantise_gradient_triton, _quantise_gradient_torch,
-    {
-        "grad": Array("N, K"), "exponent": _VECTOR, "key": Array("", INT32),
-        "sums": Array("N, K", SUMS, dense="rows"),
-        "low": Array("(N + 1) // 2, K", UINT8, dense="rows", optional=True), "fitting": _VECTOR,
-        "limit": Number(), "block": Number(), "add": Number(),
-    },
+    "grad: real[N, K]; exponent: int8[N] dense; key: int32[]; sums: int8|int16|int32[N, K] rows; "
+    "low: uint8[(N + 1) // 2, K]? rows; fitting: int8[N] dense; limit; block; add",
     where=(
         "low is None or sums.dtype == torch.int8", f"0 < limit <= min(32767, {_MOST})", BLOCK_FITS
     ),

@@ -14,7 +14,6 @@ from torch import Tensor
 from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import Array, Matrix
 from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.gradient_statistics import (
@@ -100,8 +99,7 @@ def _sign_gradient_kernel(
 
 def _sign_gradient_triton(grad_y: Tensor, x: Tensor, packed: Packed) -> SignGradient:
     (length, columns), rows = x.shape, packed.out_features
-    group_size = packed.group_size
-    lanes = triton.next_power_of_2(group_size)
+    lanes = triton.next_power_of_2(packed.group_size)
     groups = max(TILE, lanes) // lanes
     low = x.dtype == torch.bfloat16
     block_n = 64 if low else 16
@@ -122,10 +120,7 @@ def _sign_gradient_triton(grad_y: Tensor, x: Tensor, packed: Packed) -> SignGrad
 
 sign_gradient = Operation(
     "sign_gradient", _sign_gradient_triton, _sign_gradient_torch,
-    {
-        "grad_y": Array("M, N"), "x": Array("M, K"),
-        "packed": Matrix(),
-    },
+    "grad_y: real[M, N]; x: real[M, K]; packed: packed[N, K]",
     where=("packed.remainder is None", "N > 0 and K > 0"),
 )  # fmt: skip
 """Compute the signs of the gradient of a matrix, and the slopes of its scales from them.

@@ -13,10 +13,9 @@ from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, Array
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.kernels.update.direction import OK, round_to_int
+from arbcli.kernels.update.direction import round_to_int
 from arbcli.kernels.update.random_bits import random_bits, random_words
 
 CLIP = 3 << 16
@@ -105,13 +104,8 @@ def _step_scales_triton(
 
 step_scales = Operation(
     "step_scales", _step_scales_triton, _step_scales_torch,
-    {
-        "exponent": Array("N, G", INT8),
-        "fraction": Array("N, G", INT8), "slope": Array("N, G", (torch.int16, torch.float32)),
-        "slope_gain": Array("", FLOAT), "key": Array("", INT32),
-        "gain": Array("", INT32), "shift": Array("", INT32),
-        "ok": OK,
-    },
+    "exponent: int8[N, G]; fraction: int8[N, G]; slope: int16|float32[N, G]; "
+    "slope_gain: float32[]; key: int32[]; gain: int32[]; shift: int32[]; ok: int32[]",
     native=_step_scales_native,
 )  # fmt: skip
 """Step the scales of a matrix in place.

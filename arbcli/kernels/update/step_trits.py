@@ -25,13 +25,10 @@ from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packing import pack_trits_torch, unpack_trits_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT8, INT32, INT64, UINT8, Argument, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import (
-    DIRECTION,
     GAINS_BELONG,
-    OK,
     fixed_point,
     fixed_point_torch,
     load_gain,
@@ -410,18 +407,11 @@ def _step_by_direction_triton(
     )  # fmt: skip
 
 
-_WEIGHTS = {"packed": Array("N, row_bytes(K)", UINT8), "remainder": Array("N, K", INT8)}
-_INT32, _INT64 = Array("", INT32), Array("", INT64)
-_RADIX: dict[str, Argument] = {
-    "radix": Number(), "remainder_max": Number(), "decay": Array("", INT32, optional=True),
-}  # fmt: skip
 step_by_moment = Operation(
     "step_by_moment", _step_by_moment_triton, _step_by_moment_torch,
-    {
-        **_WEIGHTS, "moment": Array("N, K", INT8, optional=True), "key": _INT32,
-        "turn": _INT32, "step_size": _INT64, "squares": _INT64, "limit": _INT32, "ok": OK,
-        "flips": _INT64, **_RADIX,
-    },
+    "packed: uint8[N, row_bytes(K)]; remainder: int8[N, K]; moment: int8[N, K]?; key: int32[]; "
+    "turn: int32[]; step_size: int64[]; squares: int64[]; limit: int32[]; ok: int32[]; "
+    "flips: int64[]; radix; remainder_max; decay: int32[]?",
     native=_step_by_moment_native,
 )  # fmt: skip
 """Step a matrix of weights by its moment, in place, carrying between trit and remainder.
@@ -444,10 +434,9 @@ Args:
 """
 step_by_direction = Operation(
     "step_by_direction", _step_by_direction_triton, _step_by_direction_torch,
-    {
-        **_WEIGHTS, **DIRECTION, "key": _INT32, "gain": _INT32, "shift": _INT32, "limit": _INT32,
-        "ok": OK, "flips": _INT64, **_RADIX,
-    },
+    "packed: uint8[N, row_bytes(K)]; remainder: int8[N, K]; values: real[N, K]; row_gain: "
+    "float32[N]?; column_gain: float32[K]? dense; key: int32[]; gain: int32[]; shift: int32[]; "
+    "limit: int32[]; ok: int32[]; flips: int64[]; radix; remainder_max; decay: int32[]?",
     native=_step_by_direction_native, where=(GAINS_BELONG,),
 )  # fmt: skip
 """Step a matrix of weights along a direction, in place, carrying between trit and remainder.

@@ -10,16 +10,11 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, INT8, UINT8, Array, Number
+from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.kernels.update.hadamard import (
-    BLOCK_FITS,
-    column_signs,
-    mix_blocks,
-    mixed_back,
-)
-from arbcli.kernels.update.quantise_gradient import NONE, NOT_FINITE, SUMS, together
+from arbcli.kernels.update.hadamard import BLOCK_FITS, column_signs, mix_blocks, mixed_back
+from arbcli.kernels.update.quantise_gradient import NONE, NOT_FINITE, together
 
 
 def _sum_gradients_torch(
@@ -92,12 +87,8 @@ def _sum_gradients_triton(
 
 sum_gradients = Operation(
     "sum_gradients", _sum_gradients_triton, _sum_gradients_torch,
-    {
-        "parts": Array("P, N, K", SUMS, dense="parts"),
-        "low": Array("P, (N + 1) // 2, K", UINT8, dense="parts", optional=True),
-        "exponent": Array("N", INT8, dense=True), "fitting": Array("P, N", INT8, dense="parts"),
-        "block": Number(), "dtype": Number(),
-    },
+    "parts: int8|int16|int32[P, N, K] parts; low: uint8[P, (N + 1) // 2, K]? parts; "
+    "exponent: int8[N] dense; fitting: int8[P, N] parts; block; dtype",
     where=("P > 0", "low is None or parts.dtype == torch.int8", BLOCK_FITS, DTYPE_IS_REAL),
 )  # fmt: skip
 """Sum the parts of a quantised gradient.

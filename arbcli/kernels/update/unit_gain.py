@@ -4,18 +4,15 @@ The gain is multiplied into the row gains, so the direction itself is never stor
 """
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT32, Array
 from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import (
-    DIRECTION,
     GAINS_BELONG,
     UNIT,
     load_gain,
@@ -37,8 +34,7 @@ def row_squares_native(
 def _unit_gain_native(
     values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
 ) -> Tensor:
-    squares = row_squares_native(values, row_gain, column_gain)
-    return _gain_of(squares, values, row_gain, ok)
+    return _gain_of(row_squares_native(values, row_gain, column_gain), values, row_gain, ok)
 
 
 def _unit_gain_torch(
@@ -137,8 +133,7 @@ def _unit_gain_triton(
 
 unit_gain = Operation(
     "unit_gain", _unit_gain_triton, _unit_gain_torch,
-    {**DIRECTION, "row_gain": replace(DIRECTION["row_gain"], dense=True),
-     "ok": Array("", INT32)},
+    "values: real[N, K]; row_gain: float32[N]? dense; column_gain: float32[K]? dense; ok: int32[]",
     native=_unit_gain_native, where=(GAINS_BELONG,),
 )  # fmt: skip
 """Compute the row gains that give a direction unit root-mean-square over the matrix.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT8, INT64, REAL, Array
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.runtime.operation import Operation
@@ -54,9 +53,7 @@ def _unit_moment_triton(moment: Tensor, squares: Tensor, out: Tensor) -> None:
 
 unit_moment = Operation(
     "unit_moment", _unit_moment_triton, _unit_moment_torch,
-    {
-        "moment": Array("N, K", INT8), "squares": Array("", INT64), "out": Array("N, K", REAL),
-    },
+    "moment: int8[N, K]; squares: int64[]; out: real[N, K]",
 )  # fmt: skip
 """Divide a moment by its norm.
 

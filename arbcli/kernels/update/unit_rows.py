@@ -12,7 +12,6 @@ from torch import Tensor
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT32, Array
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import UNIT, native_arguments
@@ -96,10 +95,7 @@ def _unit_rows_triton(values: Tensor, ok: Tensor) -> Tensor:
 
 unit_rows = Operation(
     "unit_rows", _unit_rows_triton, _unit_rows_torch,
-    {
-        "values": Array("N, K"),
-        "ok": Array("", INT32),
-    },
+    "values: real[N, K]; ok: int32[]",
     native=_unit_rows_native,
 )  # fmt: skip
 """Compute row gains that give all rows equal norm, and the matrix unit root-mean-square.

@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from arbcli.kernels.attention.dropped_attention import (
-    dropped_attention,
-    dropped_attention_backward,
-)
+from arbcli.kernels.attention.dropped_attention import dropped_attention, dropped_attention_backward
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.model.layers.attend import positions_seen
 from arbcli.model.layers.dropout import Mask, dropout
@@ -58,10 +55,8 @@ def attend_dropped(
     scores = (q @ k.mT).float() * (width**-0.5 if scale is None else scale)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sink is not None:
-        logits = sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, logits), dim=-1)
-    weights = scores.softmax(dim=-1)[..., :length].to(v.dtype)
-    return dropout(weights, mask) @ v
+        scores = torch.cat((scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    return dropout(scores.softmax(dim=-1)[..., :length].to(v.dtype), mask) @ v
 
 
 class _DroppedAttention(Function):

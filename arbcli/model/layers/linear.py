@@ -11,26 +11,10 @@ from torch.autograd import Function
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.kernels.codec.packed import Packed
 from arbcli.model.initial import inner_lr_factor, projection_std
+from arbcli.model.layers import products
 from arbcli.model.layers.compiled import anchor, operator
 from arbcli.model.layers.norm import NORM_EPS, PackedGates, TernaryGate, TernaryRMSNorm
-from arbcli.model.layers.products import (
-    FEW_ROWS,
-    FusedProduct,
-    LowPrecision,
-    Product,
-    backend_of,
-    choose_fused,
-    choose_prepacking,
-    choose_product,
-    fits_low_precision,
-    fits_row_matmul,
-)
-from arbcli.model.packed import (
-    DecodingLayer,
-    GradientSink,
-    StreamedTensor,
-    recomputing,
-)
+from arbcli.model.packed import DecodingLayer, GradientSink, StreamedTensor, recomputing
 
 if TYPE_CHECKING:
     from arbcli.kernels.attention.attend_parts import AttentionParts
@@ -47,7 +31,7 @@ class DecodedWith(NamedTuple):
     """Whether a forward keeps the decoded weight for the backward, which begins with it."""
 
 
-class LinearWeight(StreamedTensor, LowPrecision):
+class LinearWeight(StreamedTensor, products.LowPrecision):
     """The weight of a `TernaryLinear`."""
 
     number_format = "bf16"
@@ -75,14 +59,16 @@ class LinearWeight(StreamedTensor, LowPrecision):
 
     def multiply_in(self, number_format: str) -> bool:
         """Multiply in FP8 or NVFP4 if the shapes fit: see `LowPrecision`."""
-        chosen = self.low_precision and fits_low_precision(self.out_features, self.in_features)
+        chosen = self.low_precision and products.fits_low_precision(
+            self.out_features, self.in_features
+        )
         self.number_format = number_format if chosen else "bf16"
         return chosen
 
-    def product_for(self, rows: Tensor) -> Product:
+    def product_for(self, rows: Tensor) -> products.Product:
         """Choose the product of activations (M, K), or of a gradient (M, N)."""
-        return choose_product(
-            self.storage, len(rows) > FEW_ROWS, rows.dtype, backend_of(rows),
+        return products.choose_product(
+            self.storage, len(rows) > products.FEW_ROWS, rows.dtype, products.backend_of(rows),
             self.number_format, self.group is not None, self._keeps,
         )  # fmt: skip
 
@@ -347,15 +333,17 @@ class TernaryLinear(DecodingLayer):
     @property
     def takes_parts(self) -> bool:
         """Whether `fused` takes partial attention results: of one row, for ternary weights."""
-        return self.combines_parts and fits_row_matmul(self.weight.storage, self.weight.in_features)
+        return self.combines_parts and products.fits_row_matmul(
+            self.weight.storage, self.weight.in_features
+        )
 
-    def fused_product_for(self, x: "Tensor | AttentionParts") -> FusedProduct:
+    def fused_product_for(self, x: "Tensor | AttentionParts") -> products.FusedProduct:
         """Choose the product of `fused`."""
         weight, rows, texts = self.weight, 1, 1
         if isinstance(x, Tensor):
             rows, texts = x.numel() // x.shape[-1], len(x)
-        backend = backend_of(x if isinstance(x, Tensor) else x.values)
-        return choose_fused(weight.storage, weight.in_features, rows, texts == 1, backend)
+        backend = products.backend_of(x if isinstance(x, Tensor) else x.values)
+        return products.choose_fused(weight.storage, weight.in_features, rows, texts == 1, backend)
 
     @torch.no_grad()
     def fused(
@@ -386,7 +374,7 @@ class TernaryLinear(DecodingLayer):
         """
         product = self.fused_product_for(x)
         if self._prepacked is None:
-            prepack = choose_prepacking(product.storage, product.backend)
+            prepack = products.choose_prepacking(product.storage, product.backend)
             self._prepacked = prepack(self._stacked(also), gated)
         added = None if added is None else added.reshape(-1, added.shape[-1])
         rows, shape = x, torch.Size((1, 1))

@@ -32,8 +32,7 @@ def _compute_table(
     exact: TensorOptions = {"device": place, "dtype": torch.float64}
     frequency = rotary_rates(rotated, rotary, place)
     if rotated < head_dim:
-        still = torch.zeros((head_dim - rotated) // 2, **exact)
-        frequency = torch.cat((frequency, still))
+        frequency = torch.cat((frequency, torch.zeros((head_dim - rotated) // 2, **exact)))
 
     def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
         angle = torch.outer(torch.arange(start, stop, **exact), frequency)

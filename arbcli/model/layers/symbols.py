@@ -276,8 +276,7 @@ def _gradient_of_logits(scored: Scored, scale: Tensor, rows: slice, w: Tensor) -
     logits = scored.logits.pop(0) if scored.logits else scored.x @ w.T
     targets = scored.targets
     if isinstance(targets, Predictions):
-        theirs = targets.logits(rows)
-        grade_divergence_(logits, theirs, scored.total, targets.total, scale)
+        grade_divergence_(logits, targets.logits(rows), scored.total, targets.total, scale)
     else:
         grade_symbols_(logits, targets - rows.start, scored.total, scale)
     return logits
@@ -343,12 +342,7 @@ class SymbolHead(TernaryLinear):
         self.weight = SymbolWeight(vocabulary, dim, spec, area=area)
 
     def losses(
-        self,
-        x: Tensor,
-        targets: Tensor | Predictions,
-        norm: TernaryRMSNorm,
-        *,
-        recompute: bool,
+        self, x: Tensor, targets: Tensor | Predictions, norm: TernaryRMSNorm, *, recompute: bool
     ) -> Tensor:
         """Compute the cross-entropy of each position in nats, or its divergence from a teacher.
 

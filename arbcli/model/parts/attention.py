@@ -44,14 +44,7 @@ from arbcli.families import SPECULATIVE_ATTENTION
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.model.initial import output_std
-from arbcli.model.layers.attend import (
-    attend_causally,
-    attend_rotated,
-    attend_to,
-    attend_with_sink,
-    positions_seen,
-    repeat_heads,
-)
+from arbcli.model.layers import attend
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, table_for, table_rows
@@ -169,14 +162,14 @@ class Attention(CachedAttention):
         restricted = (part is not None for part in (window, documents, mask, sink))
         whole = self.causal and not any(restricted)
         if self.one_gradient and whole and self.cache_format.stored is None:
-            return attend_rotated(qkv, table_for(qkv, self.rotary))
+            return attend.attend_rotated(qkv, table_for(qkv, self.rotary))
         prepare = self.rotary_norm if self.fits_kernels else self._turned
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
         (k,), (v,) = self.cache_format.round(k, rotated=self.rotated), self.cache_format.round(v)
         q = self.cache_format.round_queries(q, self.rotated)
         if whole:
-            return attend_causally(q, k, v)
-        k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
+            return attend.attend_causally(q, k, v)
+        k, v = (attend.repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
         if documents is None and sink is None and mask is None:
             if window is not None:
                 return attend_in_window(q, k, v, window, causal=self.causal)
@@ -185,13 +178,13 @@ class Attention(CachedAttention):
         if documents is not None:
             seen = documents.limit(self.window)
         elif window is not None or not self.causal:
-            seen = positions_seen(length, window, self.causal, q.device)
+            seen = attend.positions_seen(length, window, self.causal, q.device)
         if mask is not None:
             from arbcli.model.layers.attend_dropped import attend_dropped
 
             return attend_dropped(q, k, v, mask, seen=seen, sink=sink)
         if sink is not None:
-            return attend_with_sink(q, k, v, sink, seen)
+            return attend.attend_with_sink(q, k, v, sink, seen)
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
     def step(self, x: Tensor, state: "KVCache", residual: Tensor | None) -> Tensor:
@@ -200,8 +193,7 @@ class Attention(CachedAttention):
         if self.fits_kernels:
             qkv = qkv.view(*x.shape[:2], 3, self.heads, self.width)
         if state.clock.checks:
-            ahead = state.attend_ahead(qkv, split=self.output.takes_parts)
-            return self._projected(ahead, residual)
+            return self._projected(state.attend_ahead(qkv, split=self.output.takes_parts), residual)
         if not self.fits_kernels or x.shape[1] > 1:
             y = state.each_text(self._attend_after, qkv)
             y = y.transpose(1, 2).reshape(*x.shape[:2], -1)
@@ -314,8 +306,7 @@ class KVCache(State):
 
     def _here(self) -> _Here:
         if self.clock.length == 1:  # independent of the position on the host, for CUDA graphs
-            position = self.clock.position
-            seen = torch.arange(self.window, device=self.clock.device) <= position
+            seen = torch.arange(self.window, device=self.clock.device) <= self.clock.position
             return _Here(self.clock.places % self.window, mask=seen[None])
         start, length, device = self.clock.start, self.clock.length, self.clock.device
         slots = torch.arange(start, start + length, device=device) % self.window
@@ -351,7 +342,7 @@ class KVCache(State):
                 torch.cat((earlier[0], keys), dim=1),
                 torch.cat((earlier[1], values), dim=1),
             )
-        return attend_to(q, keys, values, here.mask, sink)
+        return attend.attend_to(q, keys, values, here.mask, sink)
 
     def attend_one(self, qkv: Tensor) -> Tensor:
         """Store one new position of each text, and attend from it to the last W.

@@ -53,8 +53,7 @@ class MLP(Part):
     def step(self, x: Tensor, state: None, residual: Tensor | None) -> Tensor:
         """Apply the MLP in a decoding step: see `Part.step`."""
         hidden = self.gate_up.fused(x, normalise=True, gated=True)
-        normalise = self.sub_norm.weight is not None
-        return self.output.fused(hidden, normalise=normalise, added=residual)
+        return self.output.fused(hidden, normalise=self.sub_norm.weight is not None, added=residual)
 
     def linears(self) -> tuple[nn.Module, ...]:
         """Return both layers."""

@@ -235,9 +235,8 @@ class Rule(ABC):
         """Add the remainder to trits and scales, if it is part of the weights."""
         if not self.reads_all:
             return packed
-        below = state["remainder"]
         return packed._replace(
-            remainder=below,
+            remainder=state["remainder"],
             radix=self.read_radix,
             low=self.kept.numerator,
             nibble=self.share_a_byte,

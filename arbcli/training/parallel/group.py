@@ -32,11 +32,7 @@ class Group:
     """
 
     def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        device: torch.device = CPU,
-        hosts: Sequence[str] = (),
+        self, rank: int = 0, size: int = 1, device: torch.device = CPU, hosts: Sequence[str] = ()
     ) -> None:
         self.rank, self.size, self.device, self._hosts = rank, size, device, hosts
         self.received = 0
@@ -185,8 +181,7 @@ class Group:
             if names:
                 listed = quoted(sorted(names)[:5])
                 raise ArbError(
-                    f"{called(rank, self._hosts)} has another {what} than process 0: {listed}",
-                    hint=hint,
+                    f"{called(rank, self._hosts)} has another {what} than process 0: {listed}", hint
                 )
 
     def fetch(self, tensor: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
@@ -252,7 +247,7 @@ def own_device(place: torch.device) -> torch.device:
     if index >= available:
         raise ArbError(
             f"process {index} of this machine has no GPU: there are {available}",
-            hint=f"start at most {available}, or use `--device cpu`",
+            f"start at most {available}, or use `--device cpu`",
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

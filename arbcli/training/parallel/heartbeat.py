@@ -65,8 +65,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start to watch; all processes have created their heartbeats."""
-        now = time.monotonic()
-        self._seen = [(0, now)] * len(self._hosts)
+        self._seen = [(0, time.monotonic())] * len(self._hosts)
         Thread(target=self._watch, daemon=True).start()
 
     def stop(self) -> None:
@@ -86,7 +85,7 @@ class Heartbeat:
         self._left.set()
         lost = None
         if self._knows.is_set() and isinstance(error, LostProcess | Interrupted):
-            lost = ArbError(self._reason, hint=RESUME)
+            lost = ArbError(self._reason, RESUME)
         else:
             text = str(error).splitlines()[:1] or [type(error).__name__]
             reason = f"{called(self._rank, self._hosts)} failed: {text[0]}"

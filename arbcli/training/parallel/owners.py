@@ -138,10 +138,7 @@ def assign_owners(tensors: Iterable[TernaryTensor], size: int) -> dict[int, int]
 
 
 def plan(
-    tensors: Iterable[TernaryTensor],
-    owners: dict[int, int],
-    size: int,
-    sums: Sums,
+    tensors: Iterable[TernaryTensor], owners: dict[int, int], size: int, sums: Sums
 ) -> list[Bucket]:
     """Lay out the messages of a step.
 

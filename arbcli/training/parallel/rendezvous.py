@@ -99,7 +99,7 @@ def connect(
     except TimeoutError:
         raise ArbError(
             f"another process of the run ended, or does not connect within {seconds} s",
-            hint=f"{SAME_PROGRAM}, or set `{WAIT}` to wait longer",
+            f"{SAME_PROGRAM}, or set `{WAIT}` to wait longer",
         ) from None
     if beats is not None:
         beats.start()
@@ -160,7 +160,7 @@ def meet(place: Place, command: str) -> tuple[dist.Store, list[str]]:
         time.sleep(POLL_SECONDS)
         readers = store.add(READERS, 0)
     message, _, hint = outcome.partition("\n")
-    raise ArbError(message, hint=hint or SAME_PROGRAM)
+    raise ArbError(message, hint or SAME_PROGRAM)
 
 
 def program(command: str) -> dict[str, str]:
@@ -217,7 +217,7 @@ def _open_store(place: Place, seconds: int) -> dist.Store:
     except (TimeoutError, RuntimeError) as error:
         raise ArbError(
             f"process 0 does not answer at the rendezvous `{host}:{port}`",
-            hint=f"start it; if another program has the port, set `{MASTER[1]}` to another one",
+            f"start it; if another program has the port, set `{MASTER[1]}` to another one",
         ) from error
     # a store of torchrun has the keys of earlier attempts too
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", opened)
@@ -232,5 +232,5 @@ def _listen(host: str, port: int) -> int:
         reason = (error.strerror or str(error)).split(" (")[0]
         raise ArbError(
             f"process 0 cannot listen at `{host}:{port}`: {reason}",
-            hint=f"set `{MASTER[0]}` to an address of its machine and `{MASTER[1]}` to a free port",
+            f"set `{MASTER[0]}` to an address of its machine and `{MASTER[1]}` to a free port",
         ) from error

@@ -15,15 +15,8 @@ from arbcli.config.training import MOST_FINELY_SUMMED
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
 from arbcli.kernels.runtime.arguments import TensorOptions
+from arbcli.kernels.update import quantise_gradient as quantised
 from arbcli.kernels.update.hadamard import block_of
-from arbcli.kernels.update.quantise_gradient import (
-    HIGHEST,
-    LOWEST,
-    NONE,
-    NOT_FINITE,
-    fitting_exponents,
-    quantise_gradient,
-)
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.kernels.update.sum_gradients import sum_gradients
 from arbcli.model.layers.table import TableWeight
@@ -279,7 +272,7 @@ class SharedUpdater:
             self._measure(member, grad)
             return
         sums, low, fitting = self._own_sums(bucket, member)
-        quantise_gradient(
+        quantised.quantise_gradient(
             grad, tensor.wire_exponent[member.rows, 0], self._key(tensor, first), sums, low,
             fitting, self.limit, block_of(tensor.in_features), member in self._written,
         )  # fmt: skip
@@ -361,7 +354,7 @@ class SharedUpdater:
                 sums.zero_()
                 if low is not None:
                     low.zero_()
-                fitting.fill_(NONE)
+                fitting.fill_(quantised.NONE)
 
     def _complete(self) -> None:
         """Step the owned tensors of a received bucket, and broadcast them."""
@@ -390,14 +383,12 @@ class SharedUpdater:
         """Step a tensor by the sums of all processes, and update its exponents."""
         tensor, matrices = member.tensor, member.matrices
         exponent = tensor.wire_exponent[member.rows, 0]
-        block = block_of(tensor.in_features)
-        grad = sum_gradients(sums, low, exponent, fitting, block, self.dtype)
+        grad = sum_gradients(sums, low, exponent, fitting, block_of(tensor.in_features), self.dtype)
         if tensor.matrices == 1:
             self.updates(tensor, grad)
         else:
             self.updates(tensor, grad.unflatten(0, (len(matrices), -1)), matrices)
-        largest = fitting.amax(dim=0)
-        exponent.copy_(next_exponents(exponent, largest, self._fall, self.headroom))
+        exponent.copy_(next_exponents(exponent, fitting.amax(dim=0), self._fall, self.headroom))
 
     def _copy(self, bucket: Bucket, owner: int, message: Tensor, *, into: bool) -> None:
         """Copy an owner's state of a bucket into its message, or from it."""
@@ -431,12 +422,14 @@ class SharedUpdater:
     def _take_rows(self, tensor: TernaryTensor, grad: Tensor, touched: TouchedRows) -> None:
         """Quantise the touched rows of a table, each with its own exponent."""
         bucket, _ = self._bucket_of[id(tensor), 0]
-        exponent = fitting_exponents(grad.abs().amax(dim=1).float(), LARGEST_OF_ROWS)
+        exponent = quantised.fitting_exponents(grad.abs().amax(dim=1).float(), LARGEST_OF_ROWS)
         sums = torch.empty(grad.shape, dtype=torch.int8, device=grad.device)
-        dividing = torch.where(exponent == NOT_FINITE, NONE, exponent)
+        dividing = torch.where(exponent == quantised.NOT_FINITE, quantised.NONE, exponent)
         fitting = torch.empty_like(exponent)
         key = self._key(tensor, 0)
-        quantise_gradient(grad, dividing, key, sums, None, fitting, LARGEST_OF_ROWS, 1, False)
+        quantised.quantise_gradient(
+            grad, dividing, key, sums, None, fitting, LARGEST_OF_ROWS, 1, False
+        )
         rows = touched.rows.to(torch.int32).view(torch.uint8)
         parts = [rows, exponent.view(torch.uint8), sums.view(torch.uint8).flatten()]
         padding = rows.new_zeros(-sum(map(len, parts)) % ALIGNMENT)
@@ -482,8 +475,8 @@ class SharedUpdater:
         exponent = parts[:, ends[0] : ends[1]].contiguous().view(torch.int8).flatten()
         sums = parts[:, ends[1] : ends[1] + number * columns].contiguous().view(torch.int8)
         touched = touched_rows(ids, tensor.out_features)
-        weights = torch.exp2(exponent.float()).masked_fill_(exponent == NONE, 0)
-        weights.masked_fill_(exponent == NOT_FINITE, torch.inf)
+        weights = torch.exp2(exponent.float()).masked_fill_(exponent == quantised.NONE, 0)
+        weights.masked_fill_(exponent == quantised.NOT_FINITE, torch.inf)
         tokens = torch.arange(len(ids), device=ids.device)
         values = sums.view(-1, columns).to(self.dtype)  # which has all of an int8
         grad = weighted_rows_grad(values, weights, tokens, touched, torch.float32)
@@ -527,7 +520,7 @@ class SharedUpdater:
     @property
     def needs_measuring(self) -> bool:
         """Whether no exponents are known yet; synchronises with the device."""
-        return all(bool((t.wire_exponent == NONE).all()) for t in self._measurable())
+        return all(bool((t.wire_exponent == quantised.NONE).all()) for t in self._measurable())
 
     def _measurable(self) -> list[TernaryTensor]:
         return [tensor for tensor in self.tensors if hasattr(tensor, "wire_exponent")]
@@ -537,7 +530,7 @@ class SharedUpdater:
         """Only measure gradients in the block, and set the exponents afterwards."""
         self._forget()
         self._measured = {
-            id(tensor): torch.full_like(tensor.wire_exponent[:, 0], NONE)
+            id(tensor): torch.full_like(tensor.wire_exponent[:, 0], quantised.NONE)
             for tensor in self._measurable()
         }
         yield
@@ -553,11 +546,11 @@ class SharedUpdater:
         if self._measured is None:
             raise ValueError("nothing is being measured")
         so_far = self._measured[id(member.tensor)][member.rows]
-        none, fitting = torch.full_like(so_far, NONE), torch.empty_like(so_far)
+        none, fitting = torch.full_like(so_far, quantised.NONE), torch.empty_like(so_far)
         sums = torch.empty(grad.shape, dtype=torch.int16, device=self.device)
         key = torch.zeros((), dtype=torch.int32, device=self.device)
         block = block_of(member.tensor.in_features)
-        quantise_gradient(grad, none, key, sums, None, fitting, self.limit, block, False)
+        quantised.quantise_gradient(grad, none, key, sums, None, fitting, self.limit, block, False)
         so_far.copy_(torch.maximum(so_far, fitting))
 
     # what is counted
@@ -607,9 +600,9 @@ def next_exponents(exponent: Tensor, fitting: Tensor, fall: Tensor, headroom: in
         fall: (1,) int8, 0 or 1.
         headroom: added to the fitting exponents.
     """
-    is_known = (fitting != NONE) & (fitting != NOT_FINITE)
-    fitting = torch.where(is_known, (fitting + headroom).clamp(max=HIGHEST), fitting)
-    down = (exponent.to(torch.int16) - fall).clamp(min=LOWEST).to(torch.int8)
-    moved = torch.where(exponent == NONE, fitting, torch.maximum(fitting, down))
+    is_known = (fitting != quantised.NONE) & (fitting != quantised.NOT_FINITE)
+    fitting = torch.where(is_known, (fitting + headroom).clamp(max=quantised.HIGHEST), fitting)
+    down = (exponent.to(torch.int16) - fall).clamp(min=quantised.LOWEST).to(torch.int8)
+    moved = torch.where(exponent == quantised.NONE, fitting, torch.maximum(fitting, down))
     moved = torch.where(is_known, moved, exponent)
-    return torch.where(moved == NONE, moved.amax(), moved)
+    return torch.where(moved == quantised.NONE, moved.amax(), moved)

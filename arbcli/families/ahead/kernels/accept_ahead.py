@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT32, INT64, Array
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -67,15 +66,8 @@ def _accept_ahead_triton(
 
 accept_ahead_ = Operation(
     "accept_ahead", _accept_ahead_triton, _accept_ahead_torch,
-    {
-        "ids": Array("M", INT64, dense=True),
-        "chosen": Array("M", INT64, dense=True),
-        "rows": Array("M, D", dense=True),
-        "last": Array("D", dense=True),
-        "position": Array("", INT32),
-        "places": Array("M", INT32, dense=True),
-        "accepted": Array("2", INT32, dense=True),
-    },
+    "ids: int64[M] dense; chosen: int64[M] dense; rows: real[M, D] dense; last: real[D] dense; "
+    "position: int32[]; places: int32[M] dense; accepted: int32[2] dense",
     where=(f"1 <= M <= {MOST_AHEAD}",),
 )  # fmt: skip
 """Accept the bytes that equal their proposals, and the first one that differs, in place.

@@ -44,23 +44,13 @@ from arbcli.kernels.attention.attend_parts import (
     turn,
     write_sums,
 )
-from arbcli.kernels.attention.decode_attention import PLACE, Kept, decode_attention
+from arbcli.kernels.attention.decode_attention import Kept, decode_attention
+from arbcli.kernels.runtime import ptx
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import BF16, INT32, Arguments, Array, Number, compiled_check
+from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.ptx import (
-    HAS_PTX,
-    load_new,
-    load_where,
-    memory_of,
-    read_four,
-    round_pair,
-    unpair_four,
-    warp_number,
-    write_four,
-)
 
 MOST_AHEAD = 8
 """Maximum number of new bytes per call."""
@@ -150,13 +140,13 @@ def _take_new(
     d, vectors, words = 8 * (thread % (WIDTH // 8)), _vectors_of(thread, M, WIDTH), ()
     for i in tl.static_range(len(vectors)):
         place = (vectors[i] % M * 3 + vectors[i] // M) * HEADS + head
-        words = words + (load_new(qkv_ptr + place * HALF + d // 2, PTX),)  # noqa: RUF005
+        words = words + (ptx.load_new(qkv_ptr + place * HALF + d // 2, PTX),)  # noqa: RUF005
     for i in tl.static_range(len(vectors)):
         v, plain, four = vectors[i], words[i], ()
         rotated = turn(plain, angles[i][0], angles[i][1], eps, WIDTH, PTX)
         for j in tl.static_range(4):
             four = four + (tl.where(v < 2 * M, rotated[j], plain[j]),)  # noqa: RUF005
-        write_four(memory + (2 * WIDTH * v + 2 * d), four, PTX)
+        ptx.write_four(memory + (2 * WIDTH * v + 2 * d), four, PTX)
         if stores:
             to = new_ptr + ((v - M) * HEADS + head) * HALF + d // 2
             for j in tl.static_range(4):
@@ -170,14 +160,14 @@ def _begin_row(
     """Load the query of a byte and initialise its sums, with the byte itself if `adds_new`."""
     LANES: tl.constexpr = WIDTH // 8
     at = memory + (2 * WIDTH * row + 2 * d)
-    q, total = unpair_four(read_four(at, PTX)), tl.zeros(thread.shape, tl.float32)
+    q, total = ptx.unpair_four(ptx.read_four(at, PTX)), tl.zeros(thread.shape, tl.float32)
     sums = (total,) * 8
     if PTX:
-        adds_new &= warp_number() == 0
+        adds_new &= ptx.warp_number() == 0
     if adds_new:
-        k_words = read_four(at + 2 * WIDTH * M, PTX)
-        v = unpair_four(read_four(at + 4 * WIDTH * M, PTX))
-        scores = sum_across((products(unpair_four(k_words), q),), 1, LANES, PTX)
+        k_words = ptx.read_four(at + 2 * WIDTH * M, PTX)
+        v = ptx.unpair_four(ptx.read_four(at + 4 * WIDTH * M, PTX))
+        scores = sum_across((products(ptx.unpair_four(k_words), q),), 1, LANES, PTX)
         total = tl.where(thread < LANES, tl.exp(scores[0] * scale), 0.0)
         added = ()
         for i in tl.static_range(8):
@@ -194,7 +184,7 @@ def _put_row(
     """Replace the key and value in a byte's slot, if the span from slot `start` contains it."""
     if (slot >= start) & (slot < start + STRIDE * len(keys)):
         at = memory + (2 * WIDTH * (M + row) + 2 * d)
-        k_words, v_words = read_four(at, PTX), read_four(at + 2 * WIDTH * M, PTX)
+        k_words, v_words = ptx.read_four(at, PTX), ptx.read_four(at + 2 * WIDTH * M, PTX)
         new_keys, new_values = (), ()
         for i in tl.static_range(len(keys)):
             here, slot_keys, slot_values = mine + STRIDE * i == slot, (), ()
@@ -255,7 +245,7 @@ def _attend_ahead_kernel(
         for i in tl.static_range(len(vectors)):
             place = before + vectors[i] % M
             angles = angles + (rotated_angles(cos_ptr, sin_ptr, place, d, HALF, PTX),)  # noqa: RUF005
-        memory = memory_of(instead_ptr, thread, BYTES, PTX)
+        memory = ptx.memory_of(instead_ptr, thread, BYTES, PTX)
         sums_at = memory + 6 * WIDTH * M
         wait_for_last(OVERLAP, True)
 
@@ -280,7 +270,7 @@ def _attend_ahead_kernel(
                 for i in tl.static_range(EACH):
                     row = tl.minimum(start + i, M - 1)
                     slot = (before + row) % W
-                    q = unpair_four(read_four(memory + (2 * WIDTH * row + 2 * d), PTX))
+                    q = ptx.unpair_four(ptx.read_four(memory + (2 * WIDTH * row + 2 * d), PTX))
                     row_sums, total = add_span(
                         sums[9 * i : 9 * i + 8], sums[9 * i + 8], keys, values, q, span_memory,
                         tl.minimum(before + row + 1, W), slot, scale, WIDTH, STRIDE, True, PTX,
@@ -348,19 +338,19 @@ def _average_parts_kernel(
         place, some = row * PARTS + part, filled > part
         head_totals_ptr = totals_ptr + (place * (K // WIDTH) + 8 * u // WIDTH)
         part_ptr = values_ptr + (place * (K // 4) + 2 * u)
-        octets = octets + (load_where(part_ptr, some, False, PTX),)  # noqa: RUF005
+        octets = octets + (ptx.load_where(part_ptr, some, False, PTX),)  # noqa: RUF005
         shares = shares + (tl.load(head_totals_ptr, mask=some, other=0, cache_modifier=".cg"),)  # noqa: RUF005
     total = tl.zeros(u.shape, tl.float32)
     sums = (total,) * 8
     for part in tl.static_range(PARTS):
         total += shares[part]
-        x, added = unpair_four(octets[part]), ()
+        x, added = ptx.unpair_four(octets[part]), ()
         for j in tl.static_range(8):
             added = added + (sums[j] + x[j] * shares[part],)  # noqa: RUF005
         sums = added
     inverse = 1.0 / total
     for i in tl.static_range(4):
-        pair = round_pair(sums[2 * i] * inverse, sums[2 * i + 1] * inverse, PTX)
+        pair = ptx.round_pair(sums[2 * i] * inverse, sums[2 * i + 1] * inverse, PTX)
         tl.store(y_ptr + (row * (K // 2) + 4 * u + i), pair)
 
 
@@ -378,19 +368,19 @@ def _attend_ahead_triton(
     aligned = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (qkv, cos, sin))
     qkv, cos, sin = (x.view(torch.int32) for x in aligned)
     size = 6 * width * rows + program_rows * WARPS * (4 * width + 16)
-    room = 0 if HAS_PTX else heads * parts * size
+    room = 0 if ptx.HAS_PTX else heads * parts * size
     instead = torch.empty(room, dtype=torch.uint8, device=qkv.device) if room else totals
     _attend_ahead_kernel[(heads, parts, triton.cdiv(rows, program_rows))](
         qkv, keys.view(torch.int32), values.view(torch.int32), position, cos, sin,
         means.view(torch.int16), totals, new.view(torch.int32), instead,
         window, heads, width**-0.5, eps,
         M=rows, EACH=program_rows, WIDTH=width, PASSES=passes, SEVERAL=several, WARPS=WARPS,
-        BYTES=size, PTX=HAS_PTX, num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
+        BYTES=size, PTX=ptx.HAS_PTX, num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
     )  # fmt: skip
     _average_parts_kernel[(triton.cdiv(heads * width, 256), rows)](
         means.flatten().view(torch.int64), totals, position, y.view(torch.int32),
         heads * width, span,
-        PARTS=parts, WIDTH=width, PTX=HAS_PTX, num_warps=1, **overlap_options(qkv),
+        PARTS=parts, WIDTH=width, PTX=ptx.HAS_PTX, num_warps=1, **overlap_options(qkv),
     )  # fmt: skip
     return y
 
@@ -442,13 +432,14 @@ def attend_in_turn(
     return torch.stack(_attend_in_turn(attend, qkv, keys, values, new, position))
 
 
-_BYTES = "M, 3, H, D", "H, W, D", "H, W, D", "2, M, H, D"
-_NAMES = "qkv", "keys", "values", "new"
 _FIT = (f"1 <= M <= {MOST_AHEAD}", "M <= W", "D % 2 == 0")
-_PLACE: Arguments = {**PLACE, "position": Array("", INT32)}
 _check_turn = compiled_check(
     "attend_in_turn",
-    {**{name: Array(of, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)}, **_PLACE},
+    declared(
+        "qkv: real[M, 3, H, D] dense; keys: real[H, W, D] dense; values: real[H, W, D] dense; "
+        "new: real[2, M, H, D] dense; position: int32[]; cos: float32[P, D // 2] dense; "
+        "sin: float32[P, D // 2] dense"
+    ),
     _FIT,
 )
 
@@ -541,10 +532,9 @@ def keep_accepted_(table: Table, position: Tensor, accepted: Tensor) -> None:
 
 attend_ahead = Operation(
     "attend_ahead", _attend_ahead_triton, _attend_ahead_torch,
-    {
-        **{name: Array(of, BF16, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)},
-        **_PLACE, "eps": Number(), "max_parts": Number(),
-    },
+    "qkv: bfloat16[M, 3, H, D] dense; keys: bfloat16[H, W, D] dense; "
+    "values: bfloat16[H, W, D] dense; new: bfloat16[2, M, H, D] dense; position: int32[]; "
+    "cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; eps; max_parts",
     where=(*_FIT, "M > 1", f"D in {WIDTHS}", ALIGNED),
 )  # fmt: skip
 """Attend from several new bytes; each head is computed in parts and averaged.
@@ -580,13 +570,9 @@ def _take_one_pair(run: Callable[[Table, Tensor, Tensor], None]) -> Callable:
     return run_pair
 
 
-_RING, _COUNT = Array("H, W, D", dense=True), Array("", INT32)
-
 KEEP_ACCEPTED = Operation(
     "keep_accepted", _take_one_pair(_keep_accepted_triton),
     _take_one_pair(lambda table, *arguments: _keep_accepted_torch(table.rings, *arguments)),
-    {
-        "keys": _RING, "values": _RING, "new": Array("2, M, H, D", dense=True),
-        "position": _COUNT, "accepted": _COUNT,
-    },
+    "keys: real[H, W, D] dense; values: real[H, W, D] dense; new: real[2, M, H, D] dense; "
+    "position: int32[]; accepted: int32[]",
 )  # fmt: skip

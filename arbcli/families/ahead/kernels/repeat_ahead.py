@@ -10,7 +10,6 @@ from torch import Tensor
 
 from arbcli.families.ahead.kernels.accept_ahead import MOST_AHEAD
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT32, INT64, UINT8, Array
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -66,12 +65,7 @@ def _repeat_ahead_triton(repeated: Tensor, equal: Tensor, text: Tensor, position
 
 repeat_ahead_ = Operation(
     "repeat_ahead", _repeat_ahead_triton, _repeat_ahead_torch,
-    {
-        "repeated": Array("M", INT64, dense=True),
-        "equal": Array("", INT32),
-        "text": Array("P", UINT8, dense=True),
-        "position": Array("", INT32),
-    },
+    "repeated: int64[M] dense; equal: int32[]; text: uint8[P] dense; position: int32[]",
     where=(f"1 <= M <= {MOST_AHEAD}", "P > 0"),
 )  # fmt: skip
 """Copy the bytes after the longest earlier occurrence of the text's last bytes, in place.

@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.kernels.accept_ahead import (
-    MOST_AHEAD,
-    accept_ahead_,
-)
+from arbcli.families.ahead.kernels.accept_ahead import MOST_AHEAD, accept_ahead_
 from arbcli.verify.verification import Verification
 
 

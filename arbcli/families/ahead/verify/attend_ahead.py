@@ -3,16 +3,8 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.kernels.attend_ahead import (
-    KEEP_ACCEPTED,
-    MOST_AHEAD,
-    attend_ahead,
-)
-from arbcli.kernels.attention.attend_parts import (
-    MOST_PARTS,
-    WIDTHS,
-    sharing,
-)
+from arbcli.families.ahead.kernels.attend_ahead import KEEP_ACCEPTED, MOST_AHEAD, attend_ahead
+from arbcli.kernels.attention.attend_parts import MOST_PARTS, WIDTHS, sharing
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.attend_parts import attend_parts_reference
 from arbcli.verify.verification import Gate, Verification
@@ -33,9 +25,8 @@ def attend_ahead_reference(
     before, means, stored = (keys, values), [], []
     for row, row_qkv in enumerate(qkv):
         at = int(position) + row
-        place = torch.tensor(at)
         mean, total, keys, values = attend_parts_reference(
-            row_qkv, keys, values, place, cos, sin, eps, max_parts
+            row_qkv, keys, values, torch.tensor(at), cos, sin, eps, max_parts
         )
         shares = (total / total.sum(0))[..., None]  # (S, heads, 1)
         means.append((shares * mean.unflatten(1, (total.shape[1], -1))).sum(0).flatten())
@@ -82,7 +73,7 @@ attend_ahead_verification = Verification(
     attend_ahead, attend_ahead_reference, shapes=((2, 300, 1), (4, 99, 0), (6, 5, 0)),
     gate=Gate(
         relative=4e-3,
-        reason="as of `attend_parts`; then the mean of rounded parts is rounded to bf16 again",
+        reason="as of `attend_parts`; then the mean of rounded parts is rounded to bf16 again"
     ),
     compared=_append_rings, draw=_draw_ahead, needs_rows=False,
 )  # fmt: skip

@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 from arbcli.families.ahead.kernels.accept_ahead import MOST_AHEAD
-from arbcli.families.ahead.kernels.repeat_ahead import (
-    MOST_EQUAL,
-    SPAN,
-    repeat_ahead_,
-)
+from arbcli.families.ahead.kernels.repeat_ahead import MOST_EQUAL, SPAN, repeat_ahead_
 from arbcli.verify.verification import Case, Verification
 
 

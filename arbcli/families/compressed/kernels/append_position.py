@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.decode_attention import PLACE
 from arbcli.kernels.attention.eight_bits import ROOM, quantise_entries, quantise_halves
 from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT8, Arguments, Array, Number
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.texts import text_by_text
 
@@ -231,28 +229,21 @@ def append_position_(
     return APPEND_POSITION.chosen(new)(*inputs, exponents)
 
 
-_ARGUMENTS: Arguments = {
-    "new": Array("*T, 3, G, D", dense=True),
-    "recent": Array("*T, W, G, D", dense=True),
-    "entries": Array("*T, E, G, D", dense=True),
-    "opened": Array("*T, 2, M, G * D", dense=True),
-    "beta": Array("G * D, M", FLOAT, dense=True),
-    **PLACE,
-    "eps": Number(),
-}
 CODES = tuple(ROOM)
 _WHERE = ("len(T) < 2", "D % 2 == 0", "M > 0 and W > 0 and E > 0")
 
 APPEND_POSITION = Operation(
-    "append_position", _append_position_triton, _append_position_torch, _ARGUMENTS, where=_WHERE
-)
+    "append_position", _append_position_triton, _append_position_torch,
+    "new: real[*T, 3, G, D] dense; recent: real[*T, W, G, D] dense; entries: real[*T, E, G, D] "
+    "dense; opened: real[*T, 2, M, G * D] dense; beta: float32[G * D, M] dense; position: "
+    "int32[*T] dense; cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; eps",
+    where=_WHERE,
+)  # fmt: skip
 APPEND_POSITION_8BIT = Operation(
     "append_position_8bit", _append_position_triton, _append_position_torch,
-    {
-        **_ARGUMENTS, "recent": Array("*T, W, G, D", CODES, dense=True),
-        "entries": Array("*T, E, G, D", CODES, dense=True),
-        "recent_exponents": Array("*T, W, G", INT8, dense=True),
-        "entry_exponents": Array("*T, E, G", INT8, dense=True),
-    },
+    "new: real[*T, 3, G, D] dense; recent: float8_e4m3fn|int8[*T, W, G, D] dense; entries: "
+    "float8_e4m3fn|int8[*T, E, G, D] dense; opened: real[*T, 2, M, G * D] dense; beta: float32[G * "
+    "D, M] dense; position: int32[*T] dense; cos: float32[P, D // 2] dense; sin: float32[P, D // "
+    "2] dense; eps; recent_exponents: int8[*T, W, G] dense; entry_exponents: int8[*T, E, G] dense",
     where=(*_WHERE, "recent.dtype == entries.dtype"),
 )  # fmt: skip

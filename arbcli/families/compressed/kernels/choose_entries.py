@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import REAL, SOME_REAL, Array, Number
+from arbcli.kernels.runtime.arguments import REAL
 from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.operation import Operation
 
@@ -140,11 +140,8 @@ _KINDS = (*REAL, E4M3)
 
 choose_entries = Operation(
     "choose_entries", _choose_entries_triton, _choose_entries_torch,
-    {
-        "q": Array("B, N, H, D", _KINDS), "w": Array("B, N, H", SOME_REAL),
-        "k": Array("B, E, D", _KINDS), "first": Number(), "max_entries": Number(),
-        "top_k": Number(),
-    },
+    "q: float32|bfloat16|float8_e4m3fn[B, N, H, D]; w: any_real[B, N, H]; "
+    "k: float32|bfloat16|float8_e4m3fn[B, E, D]; first; max_entries; top_k",
     where=("q.dtype == k.dtype", "q.dtype in (w.dtype, torch.float8_e4m3fn)"),
 )  # fmt: skip
 """Select the top-k entries of each group.

@@ -19,12 +19,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.families.compressed.kernels.choose_entries import store_best
-from arbcli.kernels.attention.decode_attention import PLACE
 from arbcli.kernels.attention.eight_bits import numbers_of
 from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT32, REAL, Array, Number
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.texts import text_by_text
 
@@ -161,12 +159,9 @@ def _choose_next_triton(
 
 choose_next_ = Operation(
     "choose_next", _choose_next_triton, _choose_next_torch,
-    {
-        "query": Array("*T, Q", dense=True), "key": Array("*T, D", dense=True),
-        "keys": Array("*T, E, D", (*REAL, E4M3), dense=True),
-        "choice": Array("*T, K", INT32, dense=True), **PLACE,
-        "m": Number(), "max_entries": Number(), "eps": Number(),
-    },
+    "query: real[*T, Q] dense; key: real[*T, D] dense; keys: float32|bfloat16|float8_e4m3fn[*T, E, "
+    "D] dense; choice: int32[*T, K] dense; position: int32[*T] dense; cos: float32[P, D // 2] "
+    "dense; sin: float32[P, D // 2] dense; m; max_entries; eps",
     where=(
         "len(T) < 2", "E > 0", "D % 2 == 0", "Q % (D + 1) == 0",
         "keys.dtype in (query.dtype, torch.float8_e4m3fn)",

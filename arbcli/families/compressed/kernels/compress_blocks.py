@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, SOME_REAL, Arguments, Array, Number
 from arbcli.kernels.runtime.operation import Operation
 
 
@@ -219,19 +218,13 @@ def _compress_blocks_backward_triton(
     return grad_x, grad_beta(grad_x, beta)
 
 
-_TABLE = Array("T, X // 6 // heads", FLOAT)
-_ARGUMENTS: Arguments = {
-    "x": Array("B, T, X"),
-    "beta": Array("X // 3, M", FLOAT),
-    "cos": _TABLE,
-    "sin": _TABLE,
-    "heads": Number(),
-    "eps": Number(),
-}
 _WHERE = ("X % (6 * heads) == 0", "T > 0 and M > 0")
 compress_blocks = Operation(
-    "compress_blocks", _compress_blocks_triton, _compress_blocks_torch, _ARGUMENTS, where=_WHERE
-)
+    "compress_blocks", _compress_blocks_triton, _compress_blocks_torch,
+    "x: real[B, T, X]; beta: float32[X // 3, M]; cos: float32[T, X // 6 // heads]; "
+    "sin: float32[T, X // 6 // heads]; heads; eps",
+    where=_WHERE,
+)  # fmt: skip
 """Compute the normalised bytes and the pooled entries of a text that starts at position 0.
 
 Args:
@@ -248,10 +241,9 @@ Returns:
 """
 compress_blocks_backward = Operation(
     "compress_blocks_backward", _compress_blocks_backward_triton, _compress_blocks_backward_torch,
-    {
-        "grad_recent": Array("B, T, heads, X // 3 // heads", SOME_REAL),
-        "grad_entries": Array("B, T // M, heads, X // 3 // heads", SOME_REAL), **_ARGUMENTS,
-    },
+    "grad_recent: any_real[B, T, heads, X // 3 // heads]; grad_entries: any_real[B, T // M, heads, "
+    "X // 3 // heads]; x: real[B, T, X]; beta: float32[X // 3, M]; cos: float32[T, X // 6 // "
+    "heads]; sin: float32[T, X // 6 // heads]; heads; eps",
     where=_WHERE,
 )  # fmt: skip
 """Propagate gradients back through `compress_blocks`.

@@ -28,7 +28,6 @@ from torch.nn import functional
 
 from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT32, Arguments, Array, Number
 from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.operation import Operation
 
@@ -75,8 +74,7 @@ def parts_of(length: int, lead: int, sight: Sight, number: int) -> Iterator[Part
         begin = first * sight.ratio - 1 - sight.start
         queries = slice(max(0, begin), min(length, last * sight.ratio - 1 - sight.start))
         keys = slice(max(0, queries.start + lead - sight.window + 1), queries.stop + lead)
-        group_slice = slice(first - groups.start, last - groups.start)
-        yield Part(group_slice, queries, keys, max(0, -begin))
+        yield Part(slice(first - groups.start, last - groups.start), queries, keys, max(0, -begin))
 
 
 def attend_part(
@@ -381,18 +379,6 @@ def num_warps(x: Tensor, tile: Tiling) -> int:
     return 8 if large else 4
 
 
-_VECTORS = Array("B, T, H, D")
-ATTENTION: Arguments = {
-    "x": _VECTORS,
-    "recent": Array("B, S, G, D"),
-    "entries": Array("B, E, G, D"),
-    "chosen": Array("B, len(sight.groups(T)), K", INT32, optional=True),
-    "sink": Array("H", FLOAT),
-    "cos": Array("T, D // 2", FLOAT),
-    "sin": Array("T, D // 2", FLOAT),
-    "sight": Number(),
-    "eps": Number(),
-}
 ATTENTION_WHERE = (
     "D % 2 == 0",
     "G > 0 and H % G == 0",
@@ -402,7 +388,10 @@ ATTENTION_WHERE = (
 )
 
 compressed_attention = Operation(
-    "compressed_attention", _compressed_attention_triton, _compressed_attention_torch, ATTENTION,
+    "compressed_attention", _compressed_attention_triton, _compressed_attention_torch,
+    "x: real[B, T, H, D]; recent: real[B, S, G, D]; entries: real[B, E, G, D]; "
+    "chosen: int32[B, len(sight.groups(T)), K]?; sink: float32[H]; cos: float32[T, D // 2]; "
+    "sin: float32[T, D // 2]; sight; eps",
     where=ATTENTION_WHERE,
 )  # fmt: skip
 """Attend with queries at consecutive positions from `sight.start` on.

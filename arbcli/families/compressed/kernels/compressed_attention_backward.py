@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from arbcli.families.compressed.kernels.compressed_attention import (
-    ATTENTION,
     ATTENTION_WHERE,
     Sight,
     attend_part,
@@ -31,7 +30,6 @@ from arbcli.families.compressed.kernels.compressed_attention import (
 )
 from arbcli.families.compressed.kernels.sum_choices import sum_choices
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.operation import Operation
 
 
@@ -318,8 +316,7 @@ def _compressed_attention_backward_triton(
         splits = min(SPLITS, triton.cdiv(length, 4 * triton.cdiv(block_rows, tile.heads_per_kv)))
         grad_entries = grad_of(entries, splits, True)
     else:
-        chosen_by_part = chosen.repeat_interleave(tile.parts, dim=1)
-        sums = sum_choices(pairs, chosen_by_part, entries.shape[1])
+        sums = sum_choices(pairs, chosen.repeat_interleave(tile.parts, dim=1), entries.shape[1])
         grad_entries = sums.view(entries.shape)
     grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
     return grad_x, grad_recent, grad_entries, grad_sink
@@ -328,10 +325,9 @@ def _compressed_attention_backward_triton(
 compressed_attention_backward = Operation(
     "compressed_attention_backward", _compressed_attention_backward_triton,
     _compressed_attention_backward_torch,
-    {
-        "grad_y": Array("B, T, H, D"), "y": Array("B, T, H, D"), "logs": Array("B, T, H", FLOAT),
-        **ATTENTION,
-    },
+    "grad_y: real[B, T, H, D]; y: real[B, T, H, D]; logs: float32[B, T, H]; x: real[B, T, H, D]; "
+    "recent: real[B, S, G, D]; entries: real[B, E, G, D]; chosen: int32[B, len(sight.groups(T)), "
+    "K]?; sink: float32[H]; cos: float32[T, D // 2]; sin: float32[T, D // 2]; sight; eps",
     where=ATTENTION_WHERE,
 )  # fmt: skip
 """Propagate a gradient back through `compressed_attention`.

@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.families.compressed.kernels.compressed_attention import load_vectors
-from arbcli.kernels.attention.decode_attention import PLACE
 from arbcli.kernels.attention.eight_bits import ROOM, decode_entries, numbers_of, scale_of_entry
 from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, REAL, Array, Number
+from arbcli.kernels.runtime.arguments import REAL
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.texts import text_by_text
 
@@ -183,16 +182,11 @@ _STORED = (*REAL, *ROOM)
 
 decode_compressed = Operation(
     "decode_compressed", _decode_compressed_triton, _decode_compressed_torch,
-    {
-        "x": Array("*T, H, D", dense=True),
-        "recent": Array("*T, W, G, D", _STORED, dense=True),
-        "entries": Array("*T, E, G, D", _STORED, dense=True),
-        "choice": Array("*T, K", INT32, dense=True, optional=True),
-        "sink": Array("H", FLOAT, dense=True), **PLACE,
-        "semaphores": Array("*T, H", INT32, dense=True), "m": Number(), "max_entries": Number(),
-        "eps": Number(), "recent_exponents": Array("*T, W, G", INT8, dense=True, optional=True),
-        "entry_exponents": Array("*T, E, G", INT8, dense=True, optional=True),
-    },
+    "x: real[*T, H, D] dense; recent: float32|bfloat16|float8_e4m3fn|int8[*T, W, G, D] dense; "
+    "entries: float32|bfloat16|float8_e4m3fn|int8[*T, E, G, D] dense; choice: int32[*T, K]? dense; "
+    "sink: float32[H] dense; position: int32[*T] dense; cos: float32[P, D // 2] dense; "
+    "sin: float32[P, D // 2] dense; semaphores: int32[*T, H] dense; m; max_entries; eps; "
+    "recent_exponents: int8[*T, W, G]? dense; entry_exponents: int8[*T, E, G]? dense",
     where=(
         "len(T) < 2", "D % 2 == 0", "G > 0 and H % G == 0", "recent.dtype == entries.dtype",
         "(recent_exponents is None) == (entry_exponents is None)",

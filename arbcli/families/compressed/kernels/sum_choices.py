@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT32, Array, Number, TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.operation import Operation
 
 
@@ -83,10 +83,7 @@ def _sum_choices_triton(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
 
 sum_choices = Operation(
     "sum_choices", _sum_choices_triton, _sum_choices_torch,
-    {
-        "x": Array("B, N, K, D", dense=True), "chosen": Array("B, N, K", INT32, dense=True),
-        "entries": Number(),
-    },
+    "x: real[B, N, K, D] dense; chosen: int32[B, N, K] dense; entries",
     where=(f"K < {2**15}",),
 )  # fmt: skip
 """Sum the vectors of each entry.

@@ -3,12 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.compressed.kernels.append_position import (
-    APPEND_POSITION,
-    APPEND_POSITION_8BIT,
-    CODES,
-    SHARED,
-)
+from arbcli.families.compressed.kernels import append_position
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.kernels.runtime.texts import text_by_text
 from arbcli.verify.case_generator import CaseGenerator
@@ -20,7 +15,7 @@ from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rot
 from arbcli.verify.verification import Gate, Verification
 
 
-@text_by_text(5, *SHARED)
+@text_by_text(5, *append_position.SHARED)
 def append_position_reference(
     new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
     cos: Tensor, sin: Tensor, eps: float,
@@ -29,8 +24,7 @@ def append_position_reference(
     p, m = int(position), opened.shape[1]
     new, recent, entries, opened = (part.double() for part in (new, recent, entries, opened))
     begin = p // m * m
-    normal = normalise_reference(new[0], eps)
-    recent[p % len(recent)] = rotate_reference(normal, cos[p], sin[p])
+    recent[p % len(recent)] = rotate_reference(normalise_reference(new[0], eps), cos[p], sin[p])
     opened[:, p % m] = new[1:].flatten(1)
     share = torch.exp(opened[1] + beta.double().T)[: p % m + 1]
     mixed = (share * opened[0, : p % m + 1]).sum(dim=0) / share.sum(dim=0)
@@ -39,7 +33,7 @@ def append_position_reference(
     return still, recent, entries, opened
 
 
-@text_by_text(5, *SHARED)
+@text_by_text(5, *append_position.SHARED)
 def append_position_8bit_reference(
     new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
     cos: Tensor, sin: Tensor, eps: float, exponents: tuple[Tensor, Tensor],
@@ -81,22 +75,22 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     angle = rng.reals(position + 1, half, dtype=torch.float32).contiguous()
     beta = rng.reals(kv * 2 * half, ratio, dtype=torch.float32).contiguous()
     inputs = (*buffers, beta, rng.scalar(position), angle.cos(), angle.sin(), 0.1)
-    return rng.texts(inputs, 5, *SHARED)
+    return rng.texts(inputs, 5, *append_position.SHARED)
 
 
 append_position_verification = Verification(
-    APPEND_POSITION, append_position_reference, gate=Gate(
+    append_position.APPEND_POSITION, append_position_reference, gate=Gate(
         relative=1e-5, peer_slack=0.1,
-        reason="float32 sums over a block; in bf16 no worse than torch by 10 %",
+        reason="float32 sums over a block; in bf16 no worse than torch by 10 %"
     ),
     compared=("recent", "entries", "opened"), draw=_draw, torch_is_peer=True, needs_rows=False,
 )  # fmt: skip
 append_position_8bit_verification = Verification(
-    APPEND_POSITION_8BIT, append_position_8bit_reference, gate=Gate(
+    append_position.APPEND_POSITION_8BIT, append_position_8bit_reference, gate=Gate(
         relative=1e-2,
-        reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
+        reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is"
     ),
     compared=_append_buffers,
-    draw=lambda rng, *sizes: quantise_inputs(_draw(rng, *sizes), rng.pick(CODES)),
+    draw=lambda rng, *sizes: quantise_inputs(_draw(rng, *sizes), rng.pick(append_position.CODES)),
     needs_rows=False,
 )  # fmt: skip

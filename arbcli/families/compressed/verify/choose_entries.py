@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.compressed.kernels.choose_entries import (
-    choose_entries,
-)
+from arbcli.families.compressed.kernels.choose_entries import choose_entries
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Verification
@@ -44,8 +42,7 @@ def random_index(
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, size: int) -> tuple:
     entries, groups = rng.pick((0, 1, 7, 150)), 1 + min(m, rng.pick((1, 70)))
     shape = (rng.pick((1, 2)), groups, rng.pick((1, 3)), 1 + min(size, 40), entries)
-    about = rng.seeded()
-    parts = random_index(about, *shape)
+    parts = random_index(rng.seeded(), *shape)
     first = rng.pick((0, 1, max(0, entries - groups)))
     q, w, k = (rng.view(part.to(rng.device, rng.dtype)) for part in parts)
     if rng.chance(0.4):

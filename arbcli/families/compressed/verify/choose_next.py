@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.compressed.kernels.choose_next import (
-    SHARED,
-    choose_next_,
-)
+from arbcli.families.compressed.kernels.choose_next import SHARED, choose_next_
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.kernels.runtime.texts import text_by_text
 from arbcli.verify.case_generator import CaseGenerator
@@ -101,7 +98,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 choose_next_verification = Verification(
     choose_next_, choose_next_reference, gate=Gate(
         relative=1e-6,
-        reason="choices and drawn keys are exact; a square root may err in its last bit",
+        reason="choices and drawn keys are exact; a square root may err in its last bit"
     ),
     compared=_append_state, draw=_draw, needs_rows=False,
 )  # fmt: skip

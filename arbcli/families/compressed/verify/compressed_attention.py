@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.families.compressed.kernels.compressed_attention import (
-    Sight,
-    compressed_attention,
-)
+from arbcli.families.compressed.kernels.compressed_attention import Sight, compressed_attention
 from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference

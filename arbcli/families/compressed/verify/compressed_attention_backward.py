@@ -5,17 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.families.compressed.kernels.compressed_attention import (
-    Sight,
-)
+from arbcli.families.compressed.kernels.compressed_attention import Sight
 from arbcli.families.compressed.kernels.compressed_attention_backward import (
     compressed_attention_backward,
 )
-from arbcli.families.compressed.verify.compressed_attention import (
-    compressed_attention_reference,
-    compressed_attention_verification,
-    draw_attention,
-)
+from arbcli.families.compressed.verify import compressed_attention
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
 from arbcli.verify.verification import Gate, Verification, gradients_of
@@ -97,13 +91,13 @@ GATE = Gate(
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    inputs = draw_attention(rng, group_size, m, n, k)
-    y, logs, *_ = compressed_attention_verification.torch(*inputs)
+    inputs = compressed_attention.draw_attention(rng, group_size, m, n, k)
+    y, logs, *_ = compressed_attention.compressed_attention_verification.torch(*inputs)
     return rng.reals(*y.shape), y, logs, *inputs
 
 
 compressed_attention_backward_verification = Verification(
     compressed_attention_backward,
-    gradients_of(compressed_attention_reference, (0, 1, 2, 4), ignored=(1, 2)), gate=GATE,
-    draw=_draw, peer=rounded_attention_gradients, terms=gradient_terms, needs_rows=True,
+    gradients_of(compressed_attention.compressed_attention_reference, (0, 1, 2, 4), ignored=(1, 2)),
+    gate=GATE, draw=_draw, peer=rounded_attention_gradients, terms=gradient_terms, needs_rows=True,
 )  # fmt: skip

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.compressed.kernels.sum_choices import (
-    sum_choices,
-)
+from arbcli.families.compressed.kernels.sum_choices import sum_choices
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Gate, Verification
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
 from arbcli.kernels.runtime.operation import Operation
 
 MOST_SLOTS = 16
@@ -122,15 +121,12 @@ def _expert_combine_backward_triton(
     return grad_values, grad_gates
 
 
-_ARGUMENTS = {
-    "values": Array("V, D"),
-    "positions": Array("M, S", INT64),
-    "gates": Array("M, S", FLOAT, optional=True),
-}
 _WHERE = (f"0 < S <= {MOST_SLOTS}", "M * S <= V")
 expert_combine = Operation(
-    "expert_combine", _expert_combine_triton, _expert_combine_torch, _ARGUMENTS, where=_WHERE
-)
+    "expert_combine", _expert_combine_triton, _expert_combine_torch,
+    "values: real[V, D]; positions: int64[M, S]; gates: float32[M, S]?",
+    where=_WHERE,
+)  # fmt: skip
 """Sum the slots of every token.
 
 y[m] = sum over j of gates[m, j] * values[positions[m, j]]
@@ -146,7 +142,8 @@ Returns:
 """
 expert_combine_backward = Operation(
     "expert_combine_backward", _expert_combine_backward_triton, _expert_combine_backward_torch,
-    {"grad_y": Array("M, D"), **_ARGUMENTS}, where=_WHERE,
+    "grad_y: real[M, D]; values: real[V, D]; positions: int64[M, S]; gates: float32[M, S]?",
+    where=_WHERE,
 )  # fmt: skip
 """Compute the gradients of `expert_combine` in one pass.
 

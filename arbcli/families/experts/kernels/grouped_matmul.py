@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import described, tl, triton
-from arbcli.kernels.runtime.arguments import INT64, Array, Number
 from arbcli.kernels.runtime.backend import capability, num_processors
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.newton_schulz import HOPPER, empty_aligned, has_aligned_rows
@@ -281,10 +280,7 @@ def _grouped_grad_w_triton(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
 
 grouped_matmul = Operation(
     "grouped_matmul", _grouped_matmul_triton, _grouped_matmul_torch,
-    {
-        "x": Array("S, K"), "w": Array("E, N, K"), "bounds": Array("E + 1", INT64),
-        "out": Array("S, N", optional=True), "apart": Number(),
-    },
+    "x: real[S, K]; w: real[E, N, K]; bounds: int64[E + 1]; out: real[S, N]?; apart",
     where=(f"0 < E <= {MOST_EXPERTS}", "N > 0 and K > 0"),
 )  # fmt: skip
 """Multiply rows, sorted by expert, by the matrix of their expert.
@@ -307,7 +303,7 @@ Returns:
 """
 grouped_grad_w = Operation(
     "grouped_grad_w", _grouped_grad_w_triton, _grouped_grad_w_torch,
-    {"grad_y": Array("S, N"), "x": Array("S, K"), "bounds": Array("P", INT64)},
+    "grad_y: real[S, N]; x: real[S, K]; bounds: int64[P]",
     where=(f"1 < P <= {MOST_EXPERTS + 1}", "N > 0 and K > 0"),
 )  # fmt: skip
 """Compute the gradient of the matrices of `grouped_matmul`.

@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.experts.kernels.grouped_matmul import (
-    grouped_grad_w,
-    grouped_matmul,
-)
+from arbcli.families.experts.kernels.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Gate, Verification
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT8, Array
 from arbcli.kernels.runtime.backend import num_processors
 from arbcli.kernels.runtime.operation import Operation
 
@@ -129,7 +128,7 @@ def _nearest_codes_triton(q: Tensor, codes: Tensor) -> Tensor:
 
 nearest_codes = Operation(
     "nearest_codes", _nearest_codes_triton, _nearest_codes_torch,
-    {"q": Array("M, D", INT8, dense=True), "codes": Array("V, D", INT8, dense=True)},
+    "q: int8[M, D] dense; codes: int8[V, D] dense",
     native=_nearest_codes_native, where=("V > 0", f"0 < D <= {MOST_WIDTH}", "V < 2**31"),
 )  # fmt: skip
 """Return the nearest code of each vector by the sum of squared differences.

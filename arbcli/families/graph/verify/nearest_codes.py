@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.graph.kernels.nearest_codes import (
-    nearest_codes,
-)
+from arbcli.families.graph.kernels.nearest_codes import nearest_codes
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Verification
 

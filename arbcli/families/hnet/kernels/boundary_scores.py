@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.operation import Operation
 
 WIDE = 4096
@@ -48,8 +47,7 @@ def _boundary_scores_backward_torch(grad_p: Tensor, x: Tensor, qk: Tensor) -> tu
         cos, half = (u * v).sum(dim=2, keepdim=True), -grad_p[:, 1:, None] / 2
         grad_qk[:, :-1, :width] = half * (v - cos * u) / length_u
         grad_qk[:, 1:, width:] = half * (u - cos * v) / length_v
-    grad_x = grad_qk[..., :width] + grad_qk[..., width:]
-    return grad_x.to(x.dtype), grad_qk.to(qk.dtype)
+    return (grad_qk[..., :width] + grad_qk[..., width:]).to(x.dtype), grad_qk.to(qk.dtype)
 
 
 @triton.jit
@@ -154,11 +152,10 @@ def _blocks(width: int) -> dict[str, int]:
     return blocks | {"num_warps": 16 if block_d > WIDE else 4}
 
 
-_ARGUMENTS = {"x": Array("B, T, D"), "qk": Array("B, T, 2 * D")}
-
 boundary_scores = Operation(
-    "boundary_scores", _boundary_scores_triton, _boundary_scores_torch, _ARGUMENTS
-)
+    "boundary_scores", _boundary_scores_triton, _boundary_scores_torch,
+    "x: real[B, T, D]; qk: real[B, T, 2 * D]",
+)  # fmt: skip
 """Compute the boundary probability of every position.
 
 Args:
@@ -170,7 +167,7 @@ Returns:
 """
 boundary_scores_backward = Operation(
     "boundary_scores_backward", _boundary_scores_backward_triton, _boundary_scores_backward_torch,
-    {"grad_p": Array("B, T", FLOAT), **_ARGUMENTS},
+    "grad_p: float32[B, T]; x: real[B, T, D]; qk: real[B, T, 2 * D]",
 )  # fmt: skip
 """Compute the gradients of `boundary_scores`.
 

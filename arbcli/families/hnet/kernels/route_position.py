@@ -21,15 +21,12 @@ With several texts, each text has its own program. In a text that the step skips
 and no buffer changes.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from arbcli.families.hnet.kernels.boundary_scores import TINY
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT32, INT64, Array, Number
 from arbcli.kernels.runtime.conditions import tell_condition
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
@@ -213,19 +210,13 @@ def _blocks(width: int) -> dict[str, int]:
     return {"BLOCK_D": block_d, "num_warps": min(8, max(1, block_d // 512))}
 
 
-_INT = Array("*T", INT32, dense=True)
-_MEAN, _ELEMENT = Array("*T, D", FLOAT, dense=True), Array("*T", INT64, one=True)
-
 route_position_ = Operation(
     "route_position", _route_position_triton, _route_position_torch,
-    {
-        "router": Number(allowed=ROUTERS),
-        "x": Array("*T, D", dense=True),
-        "rows": Array("*T, D * (3 if router == 'learned' else 1)", dense=True), "mean": _MEAN,
-        "last": Array("*T, 2 * D", dense=True), "byte": _ELEMENT, "ids": _ELEMENT,
-        "encoder": _INT, "decoder": _INT, "length": Number(), "eps": Number(),
-        "handle": replace(_ELEMENT, optional=True), "active": replace(_INT, optional=True),
-    },
+    f"router: {'|'.join(ROUTERS)}; x: real[*T, D] dense; "
+    "rows: real[*T, D * (3 if router == 'learned' else 1)] dense; mean: float32[*T, D] dense; "
+    "last: real[*T, 2 * D] dense; byte: int64[*T] one; ids: int64[*T] one; "
+    "encoder: int32[*T] dense; decoder: int32[*T] dense; length; eps; handle: int64[*T]? one; "
+    "active: int32[*T]? dense",
     where=("len(T) < 2",),
 )  # fmt: skip
 """Route one position, and increment the position.
@@ -254,12 +245,8 @@ Returns:
 """
 take_chunk_ = Operation(
     "take_chunk", _take_chunk_triton, _take_chunk_torch,
-    {
-        "z": Array("*T, D", dense=True), "p": Array("*T, 1", FLOAT, True),
-        "residual": Array("*T, D", dense=True), "mean": _MEAN, "y": Array("*T, D", dense=True),
-        "position": Array("*T", INT32, True, optional=True),
-        "begins": Array("*T", INT32, True, optional=True),
-    },
+    "z: real[*T, D] dense; p: float32[*T, 1] dense; residual: real[*T, D] dense; mean: float32[*T, "
+    "D] dense; y: real[*T, D] dense; position: int32[*T]? dense; begins: int32[*T]? dense",
     where=("len(T) < 2", "begins is None or len(T) == 1"),
 )  # fmt: skip
 """Update the running mean with the inner network's output for a chunk at the last position.

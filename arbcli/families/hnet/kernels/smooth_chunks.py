@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.operation import Operation
 
 
@@ -140,8 +139,10 @@ def _smooth_chunks_backward_triton(
     return grad_z, grad_p.sum(dim=2)
 
 
-_ARGUMENTS = {"z": Array("B, C, D"), "p": Array("B, C", FLOAT)}
-smooth_chunks = Operation("smooth_chunks", _smooth_chunks_triton, _smooth_chunks_torch, _ARGUMENTS)
+smooth_chunks = Operation(
+    "smooth_chunks", _smooth_chunks_triton, _smooth_chunks_torch,
+    "z: real[B, C, D]; p: float32[B, C]",
+)  # fmt: skip
 """Compute the moving average of chunks.
 
 Args:
@@ -154,7 +155,7 @@ Returns:
 
 smooth_chunks_backward = Operation(
     "smooth_chunks_backward", _smooth_chunks_backward_triton, _smooth_chunks_backward_torch,
-    {"grad_s": Array("B, C, D", FLOAT), **_ARGUMENTS, "s": Array("B, C, D", FLOAT)},
+    "grad_s: float32[B, C, D]; z: real[B, C, D]; p: float32[B, C]; s: float32[B, C, D]",
 )  # fmt: skip
 """Compute the gradients of `smooth_chunks`.
 

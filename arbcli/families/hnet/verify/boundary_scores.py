@@ -6,10 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.families.hnet.kernels.boundary_scores import (
-    boundary_scores,
-    boundary_scores_backward,
-)
+from arbcli.families.hnet.kernels.boundary_scores import boundary_scores, boundary_scores_backward
 from arbcli.verify.verification import Gate, Verification, gradients_of
 
 

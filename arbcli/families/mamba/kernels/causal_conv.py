@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.operation import Operation
 
 MOST_TAPS = 8
@@ -19,8 +18,7 @@ MOST_TAPS = 8
 
 def _shifted(x: Tensor, taps: int, reverse: bool) -> Iterator[Tensor]:
     """Return the input of each tap, shifted."""
-    ends = (0, 0, 0, taps - 1) if reverse else (0, 0, taps - 1, 0)
-    padded = functional.pad(x, ends)
+    padded = functional.pad(x, (0, 0, 0, taps - 1) if reverse else (0, 0, taps - 1, 0))
     for i in range(taps):
         start = taps - 1 - i if reverse else i
         yield padded[:, start : start + x.shape[1]].float()
@@ -104,7 +102,7 @@ def _causal_conv_grad_w_triton(grad_y: Tensor, x: Tensor, taps: int) -> Tensor:
 
 causal_conv = Operation(
     "causal_conv", _causal_conv_triton, _causal_conv_torch,
-    {"x": Array("B, T, D"), "w": Array("D, W", FLOAT), "reverse": Number()},
+    "x: real[B, T, D]; w: float32[D, W]; reverse",
     where=(f"0 < W <= {MOST_TAPS}",),
 )  # fmt: skip
 """Convolve every channel with its causal taps.
@@ -119,7 +117,7 @@ Returns:
 """
 causal_conv_grad_w = Operation(
     "causal_conv_grad_w", _causal_conv_grad_w_triton, _causal_conv_grad_w_torch,
-    {"grad_y": Array("B, T, D"), "x": Array("B, T, D"), "taps": Number()},
+    "grad_y: real[B, T, D]; x: real[B, T, D]; taps",
     where=(f"0 < taps <= {MOST_TAPS}",),
 )  # fmt: skip
 """Compute the gradient of the taps of `causal_conv`, (D, W) float32.

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.operation import Operation
 
 PIECE = 64
@@ -112,10 +111,7 @@ def _decay_scan_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool
 
 decay_scan = Operation(
     "decay_scan", _decay_scan_triton, _decay_scan_torch,
-    {
-        "q": Array("B, T, H, N"), "k": Array("B, T, H, N"), "v": Array("B, T, H, P"),
-        "g": Array("B, T, H", FLOAT), "reverse": Number(),
-    },
+    "q: real[B, T, H, N]; k: real[B, T, H, N]; v: real[B, T, H, P]; g: float32[B, T, H]; reverse",
 )  # fmt: skip
 """Compute linear attention with decay.
 

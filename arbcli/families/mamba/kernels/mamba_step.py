@@ -11,14 +11,11 @@ know nothing of the others. A text that does not go on keeps its state, and the 
 position may hold anything.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import text_by_text
@@ -143,18 +140,12 @@ def _mamba_step_triton(
     return y
 
 
-_OF_HEADS, _COUNT = Array("H", FLOAT, dense=True), Array("*X", INT32, dense=True)
-
 mamba_step = Operation(
     "mamba_step", _mamba_step_triton, _mamba_step_torch,
-    {
-        "rows": Array("*X, 2 * H * P + 2 * N + H", dense=True),
-        "ring": Array("*X, W, H * P + 2 * N", dense=True),
-        "state": Array("*X, H, N, P", FLOAT, dense=True),
-        "taps": Array("H * P + 2 * N, W", FLOAT, dense=True),
-        "rate": _OF_HEADS, "bias": _OF_HEADS, "skip": _OF_HEADS,
-        "position": _COUNT, "active": replace(_COUNT, optional=True),
-    },
+    "rows: real[*X, 2 * H * P + 2 * N + H] dense; ring: real[*X, W, H * P + 2 * N] dense; "
+    "state: float32[*X, H, N, P] dense; taps: float32[H * P + 2 * N, W] dense; "
+    "rate: float32[H] dense; bias: float32[H] dense; skip: float32[H] dense; "
+    "position: int32[*X] dense; active: int32[*X]? dense",
     where=("len(X) < 2", "W > 0 and W & (W - 1) == 0"),
 )  # fmt: skip
 """Compute one position of a block, from its first projection to the input of its norm.

@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.mamba.kernels.causal_conv import (
-    causal_conv,
-    causal_conv_grad_w,
-)
+from arbcli.families.mamba.kernels.causal_conv import causal_conv, causal_conv_grad_w
 from arbcli.verify.verification import Gate, Verification
 
 

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.mamba.kernels.decay_scan import (
-    decay_scan,
-)
+from arbcli.families.mamba.kernels.decay_scan import decay_scan
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Gate, Verification, filled
 
@@ -53,7 +51,7 @@ decay_scan_verification = Verification(
     },
     gate=Gate(
         relative=1e-5, peer_slack=1.0,
-        reason="float32 sums over the sequence; in bf16 scores and states are rounded, peers' too",
+        reason="float32 sums over the sequence; in bf16 scores and states are rounded, peers' too"
     ),
     sizes={"B": (1, 2), "T": "m", "H": (1, 3), "P": "min(n, 70)", "N": (1, 9, 32)},
     peer=scan_in_bf16, values={"g": _draw_decays, "reverse": (False, True)},

@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.mamba.kernels.mamba_step import (
-    SHARED,
-    mamba_step,
-)
+from arbcli.families.mamba.kernels.mamba_step import SHARED, mamba_step
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Gate, Verification
@@ -83,7 +80,7 @@ mamba_step_verification = Verification(
     changed={"extreme steps": {"rows": _extreme_steps}},
     gate=Gate(
         relative=1e-5, peer_slack=0.1,
-        reason="float32 sums over states; in bf16 one rounding, as torch has",
+        reason="float32 sums over states; in bf16 one rounding, as torch has"
     ),
     compared=("ring", "state"), draw=_draw, torch_is_peer=True,
 )  # fmt: skip

@@ -16,7 +16,7 @@ Source: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Infe
 import torch
 from torch import Tensor
 
-from arbcli.kernels.matmul.quantise_rows import ACTIVATIONS, E4M3, has_e4m3, to_e4m3
+from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
 
@@ -124,7 +124,10 @@ def round_stack_nvfp4(w: Tensor) -> tuple[Tensor, Tensor]:
     return y.view(w.shape), scale * (field << 23).view(torch.float32)
 
 
-round_nvfp4 = Operation("round_nvfp4", _round_nvfp4_triton, _round_nvfp4_torch, {"x": ACTIVATIONS})
+round_nvfp4 = Operation(
+    "round_nvfp4", _round_nvfp4_triton, _round_nvfp4_torch,
+    "x: real[M, D]",
+)  # fmt: skip
 """Round a matrix to NVFP4, with the block scales multiplied in.
 
 Args:

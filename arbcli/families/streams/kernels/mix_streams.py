@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbcli.families.streams.kernels.stream_weights import STREAMS
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, Array, TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.operation import Operation
 
 
@@ -148,17 +148,13 @@ def _mix_streams_backward_triton(
     return tuple(grads)
 
 
-_ARGUMENTS = {
-    "x": Array("M, S, D"),
-    "weights": Array("M, R, S", FLOAT),
-    "added": Array("M, D", optional=True),
-    "gains": Array("M, R", FLOAT, optional=True),
-}
 _WHERE = (f"S in {STREAMS}", f"R in {STREAMS}", "(added is None) == (gains is None)")
 
 mix_streams = Operation(
-    "mix_streams", _mix_streams_triton, mix_streams_torch, _ARGUMENTS, where=_WHERE
-)
+    "mix_streams", _mix_streams_triton, mix_streams_torch,
+    "x: real[M, S, D]; weights: float32[M, R, S]; added: real[M, D]?; gains: float32[M, R]?",
+    where=_WHERE,
+)  # fmt: skip
 """Mix streams, and add to each of them a share of one more vector.
 
 Args:
@@ -172,7 +168,9 @@ Returns:
 """
 mix_streams_backward = Operation(
     "mix_streams_backward", _mix_streams_backward_triton, _mix_streams_backward_torch,
-    {"grad_y": Array("M, R, D"), **_ARGUMENTS}, where=_WHERE,
+    "grad_y: real[M, R, D]; x: real[M, S, D]; weights: float32[M, R, S]; added: real[M, D]?; "
+    "gains: float32[M, R]?",
+    where=_WHERE,
 )  # fmt: skip
 """Propagate a gradient back through `mix_streams`, in one pass.
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.operation import Operation
 
 ROUNDS = 20
@@ -44,8 +43,7 @@ def stream_weights_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `stream_weights` with differentiable torch operations in float32."""
     n = count_streams(raw.shape[1])
-    z = raw.float() + bias.float()
-    a, c, square = z.split((n, n, n * n), dim=1)
+    a, c, square = (raw.float() + bias.float()).split((n, n, n * n), dim=1)
     square = square.clamp(-LIMIT, LIMIT)
     p = torch.exp(square - square.amax(dim=1, keepdim=True)).unflatten(1, (n, n))
     for _ in range(rounds):
@@ -225,11 +223,9 @@ def _launch(raw: Tensor, n: int) -> tuple[Tensor, tuple[int], dict[str, int]]:
     return raw, (triton.cdiv(len(raw), block),), {"N": n, "BLOCK_M": block, "num_warps": 2}
 
 
-_ROUNDS = Number()
-
 stream_weights = Operation(
     "stream_weights", _stream_weights_triton, stream_weights_torch,
-    {"raw": Array("M, W"), "bias": Array("W", FLOAT, dense=True), "rounds": _ROUNDS},
+    "raw: real[M, W]; bias: float32[W] dense; rounds",
     where=(f"W in {tuple(n * (n + 2) for n in STREAMS)}", "rounds > 0"),
 )  # fmt: skip
 """Compute the weights with which streams are read, mixed and written.
@@ -245,11 +241,8 @@ Returns:
 """
 stream_weights_backward = Operation(
     "stream_weights_backward", _stream_weights_backward_triton, _stream_weights_backward_torch,
-    {
-        "grad_a": Array("M, S", FLOAT), "grad_b": Array("M, S, S", FLOAT),
-        "grad_c": Array("M, S", FLOAT), "raw": Array("M, S * (S + 2)"),
-        "bias": Array("S * (S + 2)", FLOAT, dense=True), "rounds": _ROUNDS,
-    },
+    "grad_a: float32[M, S]; grad_b: float32[M, S, S]; grad_c: float32[M, S]; "
+    "raw: real[M, S * (S + 2)]; bias: float32[S * (S + 2)] dense; rounds",
     where=(f"S in {STREAMS}", "rounds > 0"),
 )  # fmt: skip
 """Propagate gradients back through `stream_weights`, through all rounds.

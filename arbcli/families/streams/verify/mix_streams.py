@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.streams.kernels.mix_streams import (
-    mix_streams,
-    mix_streams_backward,
-)
+from arbcli.families.streams.kernels.mix_streams import mix_streams, mix_streams_backward
 from arbcli.families.streams.kernels.stream_weights import STREAMS
 from arbcli.verify.verification import Gate, Verification, gradients_of
 
@@ -28,11 +25,7 @@ _GATE = Gate(
 _SIZES = {"S": STREAMS, "R": STREAMS}
 
 mix_streams_verification = Verification(
-    mix_streams,
-    mix_streams_reference,
-    gate=_GATE,
-    shapes=((0, 1, 7),),
-    sizes=_SIZES,
+    mix_streams, mix_streams_reference, gate=_GATE, shapes=((0, 1, 7),), sizes=_SIZES
 )
 mix_streams_backward_verification = Verification(
     mix_streams_backward, gradients_of(mix_streams_reference, range(4)),

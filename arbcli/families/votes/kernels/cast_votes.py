@@ -9,20 +9,11 @@ votes by the sign of their slope and move by an octave; votes beyond the thresho
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec import packing
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT
-from arbcli.kernels.codec.packing import (
-    byte_tiles,
-    digit_of,
-    pack_trits_torch,
-    place,
-    plane_offsets,
-    unpack_trits_torch,
-)
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import BOOL, INT8, INT32, UINT8, Array
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.kernels.update.direction import OK
 
 SCALE_THRESHOLD = 4
 GRADIENTS = (torch.float32, torch.bfloat16, torch.int8)
@@ -35,13 +26,13 @@ def _cast_trit_votes_torch(
 ) -> Tensor:  # fmt: skip
     if not ok:
         return torch.zeros((), dtype=torch.int64, device=packed.device)
-    old = unpack_trits_torch(packed, votes.shape[1])
+    old = packing.unpack_trits_torch(packed, votes.shape[1])
     total = (votes.to(torch.int16) - torch.sign(grad).to(torch.int16)).clamp_(-127, 127)
     moved = total.abs() >= threshold
     if held is not None:
         moved &= ~held
     new = (old + torch.sign(total) * moved).clamp_(-1, 1).to(torch.int8)
-    packed.copy_(pack_trits_torch(new))
+    packed.copy_(packing.pack_trits_torch(new))
     votes.copy_(total.masked_fill_(moved, 0))
     return (new != old).sum()
 
@@ -73,7 +64,7 @@ def _cast_trit_votes_kernel(
     new_byte = tl.zeros((BLOCK_N, BLOCK_B), dtype=tl.int32)
     flips = tl.zeros((BLOCK_N, BLOCK_B), dtype=tl.int32)
     for digit in tl.static_range(5):
-        k = plane_offsets(offs_b, K, digit)[None, :]
+        k = packing.plane_offsets(offs_b, K, digit)[None, :]
         mask = mask_n & (k < K)
         votes_ptrs = votes_ptr + offs_n * stride_an + k * stride_ak
         total = tl.load(votes_ptrs, mask=mask, other=0).to(tl.int32)
@@ -83,11 +74,11 @@ def _cast_trit_votes_kernel(
         if HOLDS:
             held_ptrs = held_ptr + offs_n * stride_hn + k * stride_hk
             moved &= tl.load(held_ptrs, mask=mask, other=0) == 0
-        old = digit_of(byte, digit)
+        old = packing.digit_of(byte, digit)
         new = tl.where(moved & mask, old + _sign(total), old)
         new = tl.minimum(tl.maximum(new, -1), 1)
         tl.store(votes_ptrs, tl.where(moved, 0, total).to(tl.int8), mask=mask)
-        new_byte += place(new, digit)
+        new_byte += packing.place(new, digit)
         flips += (mask & (new != old)).to(tl.int32)
 
     tl.store(packed_ptrs, new_byte.to(tl.uint8), mask=mask_byte)
@@ -99,7 +90,7 @@ def _cast_trit_votes_triton(
     held: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     (rows, in_features), num_bytes = votes.shape, packed.shape[1]
-    grid = byte_tiles(rows, num_bytes)
+    grid = packing.byte_tiles(rows, num_bytes)
     flips = torch.empty(grid, dtype=torch.int32, device=packed.device)
     if flips.numel():
         holds = held is not None
@@ -114,11 +105,8 @@ def _cast_trit_votes_triton(
 
 cast_trit_votes = Operation(
     "cast_trit_votes", _cast_trit_votes_triton, _cast_trit_votes_torch,
-    {
-        "packed": Array("N, row_bytes(K)", UINT8), "votes": Array("N, K", INT8),
-        "grad": Array("N, K", GRADIENTS), "ok": OK, "threshold": Array("", INT32),
-        "held": Array("N, K", BOOL, optional=True),
-    },
+    "packed: uint8[N, row_bytes(K)]; votes: int8[N, K]; grad: float32|bfloat16|int8[N, K]; "
+    "ok: int32[]; threshold: int32[]; held: bool[N, K]?",
 )  # fmt: skip
 """Add votes to every trit of a matrix, and move those whose votes reach a threshold, in place.
 

@@ -5,10 +5,7 @@ from torch import Tensor
 
 from arbcli.families.votes.kernels.cast_votes import cast_trit_votes
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.codec.packing import (
-    pack_trits_reference,
-    unpack_trits_reference,
-)
+from arbcli.verify.kernels.codec.packing import pack_trits_reference, unpack_trits_reference
 from arbcli.verify.verification import REFUSED, Verification, filled
 
 

@@ -70,7 +70,7 @@ attend_parts_verification = Verification(
     attend_parts, attend_parts_reference, gate=Gate(
         relative=2.5e-3,
         reason="parts are rounded to bf16 once; where query and key are rounded otherwise than in"
-        " float64, in the last bit, weights differ by less",
+        " float64, in the last bit, weights differ by less"
     ),
     compared=_append_state, draw=_draw, needs_rows=False,
 )  # fmt: skip

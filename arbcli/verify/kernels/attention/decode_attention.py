@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.decode_attention import (
-    DECODE_ATTENTION,
-    DECODE_ATTENTION_8BIT,
-    SHARED,
-)
+from arbcli.kernels.attention import decode_attention
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.kernels.runtime.texts import text_by_text
 from arbcli.model.parts.cached import FORMATS
@@ -24,7 +20,7 @@ from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
 from arbcli.verify.verification import Gate, Verification
 
 
-@text_by_text(3, *SHARED)
+@text_by_text(3, *decode_attention.SHARED)
 def decode_attention_reference(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
     semaphores: Tensor, eps: float, one_program: bool = False, exponents: Tensor | None = None,
@@ -101,9 +97,10 @@ def _draw_8bit(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> t
 
 
 decode_attention_verification = Verification(
-    DECODE_ATTENTION, decode_attention_reference, shapes=((1, 2100, 1),), gate=Gate(
+    decode_attention.DECODE_ATTENTION, decode_attention_reference, shapes=((1, 2100, 1),),
+    gate=Gate(
         relative=1e-5, peer_slack=0.1,
-        reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %",
+        reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %"
     ),
     compared=("keys", "values", "semaphores"), draw=_draw, torch_is_peer=True, needs_rows=False,
     library=lambda qkv, keys, values, *_: partial(
@@ -111,11 +108,11 @@ decode_attention_verification = Verification(
     ),
 )  # fmt: skip
 decode_attention_8bit_verification = Verification(
-    DECODE_ATTENTION_8BIT, decode_attention_reference,
+    decode_attention.DECODE_ATTENTION_8BIT, decode_attention_reference,
     changed={"next octave": {"qkv": _rounding_up}},
     gate=Gate(
         relative=3e-3,
-        reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
+        reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is"
     ),
     compared=_append_state, draw=_draw_8bit, needs_rows=False,
 )  # fmt: skip

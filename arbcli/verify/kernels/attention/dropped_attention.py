@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.dropped_attention import (
-    dropped_attention,
-    dropped_attention_backward,
-)
+from arbcli.kernels.attention.dropped_attention import dropped_attention, dropped_attention_backward
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.causal_attention_backward import (
     GATE,

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.eight_bits import (
-    ROOM,
-)
+from arbcli.kernels.attention.eight_bits import ROOM
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.verify.kernels.matmul.quantise_rows import round_e4m3_reference
 

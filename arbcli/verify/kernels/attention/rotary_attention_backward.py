@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.rotary_attention_backward import (
-    rotary_attention_backward,
-)
+from arbcli.kernels.attention.rotary_attention_backward import rotary_attention_backward
 from arbcli.kernels.attention.rotary_norm import unpack_qkv
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.causal_attention_backward import (
@@ -61,7 +59,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 rotary_attention_backward_verification = Verification(
     rotary_attention_backward, rotary_attention_backward_reference, gate=Gate(
         relative=2e-5, peer_slack=0.2,
-        reason="float32 sums; in bf16 the peer rounds what products take and what they give",
+        reason="float32 sums; in bf16 the peer rounds what products take and what they give"
     ),
     draw=_draw, peer=rounded_gradient, needs_rows=True,
 )  # fmt: skip

@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.rotary_norm import (
-    rotary_norm_,
-    rotary_norm_backward,
-)
+from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Gate, Verification
 
@@ -27,8 +24,7 @@ def normalise_reference(x: Tensor, eps: float) -> Tensor:
 def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Rotate and normalise queries and keys, and copy values: (B, T, 3, heads, d) float64."""
     qkv = qkv.to(torch.float64)
-    rotated = rotate_reference(qkv, cos[:, None, None], sin[:, None, None])
-    normal = normalise_reference(rotated, eps)
+    normal = normalise_reference(rotate_reference(qkv, cos[:, None, None], sin[:, None, None]), eps)
     return torch.cat([normal[:, :, :2], qkv[:, :, 2:]], dim=2)
 
 

@@ -8,13 +8,7 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import (
-    DECODE_DIGITS,
-    decode_digits_native,
-    decode_digits_torch,
-    decode_digits_triton,
-    digits_torch,
-)
+from arbcli.kernels.codec import decode_digits
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import has_planes
 from arbcli.verify.kernels.codec.packing import unpack_trits_reference
@@ -76,12 +70,12 @@ def fix_float32(run: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
 def digits_large(packed: Packed) -> Tensor:
     """Compute the digits of a matrix that is too large for the reference."""
-    return digits_torch(packed, torch.float32)
+    return decode_digits.digits_torch(packed, torch.float32)
 
 
 def decode_large(packed: Packed) -> Tensor:
     """Decode a matrix that is too large for the reference, to float32."""
-    return decode_digits_torch(packed, torch.float32)
+    return decode_digits.decode_digits_torch(packed, torch.float32)
 
 
 def rounded_float32(decode: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -102,12 +96,13 @@ def rounded_float32(decode: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
 
 decode_digits_verification = Verification(
-    DECODE_DIGITS, decode_digits_reference,
+    decode_digits.DECODE_DIGITS, decode_digits_reference,
     changed={
         "five sixteenths": {"packed": lambda x: x._replace(radix=246, low=5, nibble=True)},
         "thirteen sixteenths": {"packed": lambda x: x._replace(radix=1024, low=13, nibble=False)},
     },
-    triton=rounded_float32(decode_digits_triton),
-    torch=rounded_float32(decode_digits_torch), native=rounded_float32(decode_digits_native),
+    triton=rounded_float32(decode_digits.decode_digits_triton),
+    torch=rounded_float32(decode_digits.decode_digits_torch),
+    native=rounded_float32(decode_digits.decode_digits_native),
     scale_path=has_planes, values={"packed": {"spread": 90, "digits": "all"}},
 )  # fmt: skip

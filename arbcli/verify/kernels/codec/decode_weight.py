@@ -1,13 +1,7 @@
 """Verification of `arbcli.kernels.codec.decode_weight`."""
 
-from arbcli.kernels.codec.decode_digits import (
-    decode_digits_native,
-    decode_digits_torch,
-)
-from arbcli.kernels.codec.decode_weight import (
-    decode_weight,
-    decode_weight_triton,
-)
+from arbcli.kernels.codec.decode_digits import decode_digits_native, decode_digits_torch
+from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
 from arbcli.kernels.codec.packing import has_planes
 from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference, rounded_float32
 from arbcli.verify.kernels.codec.packed import SPECIAL_WEIGHTS

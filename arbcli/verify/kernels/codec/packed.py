@@ -6,35 +6,29 @@ from typing import Any
 
 import torch
 
+from arbcli.kernels.codec import packed as codec
 from arbcli.kernels.codec.layout import LARGEST_BYTE, row_bytes
-from arbcli.kernels.codec.packed import (
-    HIGHEST_EXPONENT,
-    LOWEST_EXPONENT,
-    OCTAVE,
-    Packed,
-    num_groups,
-)
 
 
 def random_packed(
     rows: int, in_features: int, group_size: int, generator: torch.Generator, spread: int = 127
-) -> Packed:
+) -> codec.Packed:
     """Draw packed trits, E and F on the generator's device; E is within `spread` of -1."""
     draw = partial(torch.randint, generator=generator, device=generator.device)
     trits = draw(0, LARGEST_BYTE + 1, (rows, row_bytes(in_features)), dtype=torch.uint8)
-    shape = (rows, num_groups(in_features, group_size))
-    low, high = max(LOWEST_EXPONENT, -1 - spread), min(HIGHEST_EXPONENT, spread - 1)
+    shape = (rows, codec.num_groups(in_features, group_size))
+    low, high = max(codec.LOWEST_EXPONENT, -1 - spread), min(codec.HIGHEST_EXPONENT, spread - 1)
     exponent = draw(low, high + 1, shape, dtype=torch.int8)
-    fraction = draw(0, OCTAVE, shape, dtype=torch.int8)
-    return Packed(trits, exponent, fraction, in_features, group_size)
+    fraction = draw(0, codec.OCTAVE, shape, dtype=torch.int8)
+    return codec.Packed(trits, exponent, fraction, in_features, group_size)
 
 
-def _set_octave(exponent: int) -> Callable[[Packed], Packed]:
+def _set_octave(exponent: int) -> Callable[[codec.Packed], codec.Packed]:
     return lambda packed: packed._replace(exponent=torch.full_like(packed.exponent, exponent))
 
 
-def _set_remainder(radix: int, nibble: bool) -> Callable[[Packed], Packed]:
-    def change(packed: Packed) -> Packed:
+def _set_remainder(radix: int, nibble: bool) -> Callable[[codec.Packed], codec.Packed]:
+    def change(packed: codec.Packed) -> codec.Packed:
         size, device = (packed.out_features, packed.in_features), packed.trits.device
         digits = torch.arange(size[0] * size[1], device=device) * 37 % 256 - 128
         remainder = digits.to(torch.int8).view(size)
@@ -49,8 +43,8 @@ ALL_DIGITS: dict[str, dict[str, Any]] = {
 }
 """Changed cases of an operation with weights of all digits."""
 SPECIAL_WEIGHTS: dict[str, dict[str, Any]] = {
-    "lowest octave": {"packed": _set_octave(LOWEST_EXPONENT)},
-    "highest octave": {"packed": _set_octave(HIGHEST_EXPONENT)},
+    "lowest octave": {"packed": _set_octave(codec.LOWEST_EXPONENT)},
+    "highest octave": {"packed": _set_octave(codec.HIGHEST_EXPONENT)},
     "zeros": {"packed": lambda x: x._replace(trits=torch.full_like(x.trits, LARGEST_BYTE // 2))},
 }
 """Changed cases of an operation with packed weights."""

@@ -3,11 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.packing import (
-    LARGEST_BYTE,
-    pack_trits,
-    unpack_trits,
-)
+from arbcli.kernels.codec.packing import LARGEST_BYTE, pack_trits, unpack_trits
 from arbcli.verify.verification import Verification, nothing
 
 

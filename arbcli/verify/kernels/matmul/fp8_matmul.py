@@ -8,10 +8,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul.fp8_matmul import (
-    MULTIPLE,
-    fp8_matmul,
-)
+from arbcli.kernels.matmul.fp8_matmul import MULTIPLE, fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_e4m3 import (

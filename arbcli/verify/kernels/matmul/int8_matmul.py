@@ -7,15 +7,9 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.layout import PLANE
-from arbcli.kernels.matmul.int8_matmul import (
-    INT8_MATMUL,
-    _weights_in_float32,
-    prepack_int8,
-)
+from arbcli.kernels.matmul.int8_matmul import INT8_MATMUL, _weights_in_float32, prepack_int8
 from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS
-from arbcli.kernels.matmul.swizzled import (
-    tiles_torch,
-)
+from arbcli.kernels.matmul.swizzled import tiles_torch
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.swizzled import multiply_densely, tiles_reference
 from arbcli.verify.verification import Gate, Verification
@@ -77,7 +71,7 @@ int8_matmul_verification = Verification(
     gate=Gate(
         relative=1e-4,
         peer_slack=0.1,
-        reason="the native loop rounds x to 16 bits; in bf16 the peer rounds weights, as GPUs do",
+        reason="the native loop rounds x to 16 bits; in bf16 the peer rounds weights, as GPUs do"
     ),
     draw=_draw, peer=_multiply_rounded_weights, needs_rows=False,
     library=_multiply_by_library,

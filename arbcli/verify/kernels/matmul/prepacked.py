@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.layout import PLANE
-from arbcli.kernels.matmul.prepacked import (
-    BLOCK,
-    CODE_BYTES,
-    COLUMNS,
-    decode_prepacked,
-    prepack,
-)
+from arbcli.kernels.matmul.prepacked import BLOCK, CODE_BYTES, COLUMNS, decode_prepacked, prepack
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.swizzled import multiply_densely, tiles_reference
 

@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.matmul.quantise_rows import (
-    WHOLE_ROW,
-    quantise_rows,
-)
+from arbcli.kernels.matmul.quantise_rows import WHOLE_ROW, quantise_rows
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Verification
 

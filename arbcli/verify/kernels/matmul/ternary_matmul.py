@@ -9,14 +9,8 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import has_planes
-from arbcli.kernels.matmul.ternary_matmul import (
-    ternary_matmul,
-    ternary_matmul_grad_x,
-)
-from arbcli.verify.kernels.codec.decode_digits import (
-    decode_digits_reference,
-    decode_large,
-)
+from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
+from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference, decode_large
 from arbcli.verify.kernels.codec.packed import SPECIAL_WEIGHTS
 from arbcli.verify.verification import Gate, Verification, nothing
 

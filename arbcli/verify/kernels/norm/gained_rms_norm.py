@@ -5,12 +5,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 
 from arbcli.kernels.norm.gained_rms_norm import gained_rms_norm_backward
-from arbcli.verify.kernels.norm.rms_norm import (
-    EPS_VALUES,
-    ROW_SIZES,
-    SHAPES,
-    rms_norm_reference,
-)
+from arbcli.verify.kernels.norm.rms_norm import EPS_VALUES, ROW_SIZES, SHAPES, rms_norm_reference
 from arbcli.verify.verification import Gate, Verification
 
 

@@ -13,16 +13,8 @@ from arbcli.kernels.norm.gated_rms_norm import (
 )
 from arbcli.kernels.norm.pack_gates import pack_gates_torch, unpack_gates
 from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.kernels.norm import rms_norm
 from arbcli.verify.kernels.norm.pack_gates import unpack_gates_reference
-from arbcli.verify.kernels.norm.rms_norm import (
-    EPS_VALUES,
-    ROW_SHAPES,
-    ROW_SIZES,
-    gradient_and_output,
-    rms_norm_in_its_dtype,
-    rms_norm_reference,
-    widened,
-)
 from arbcli.verify.verification import Gate, Verification, same_inputs
 
 
@@ -30,7 +22,7 @@ def gated_rms_norm_reference(gate_up: Tensor, eps: float | None) -> Tensor:
     """Compute the reference result of `gated_rms_norm`, in float64."""
     gate, up = gate_up.to(torch.float64).chunk(2, dim=-1)
     product = gate / (1 + torch.exp(-gate)) * up
-    return product if eps is None else rms_norm_reference(product, None, eps)
+    return product if eps is None else rms_norm.rms_norm_reference(product, None, eps)
 
 
 def gated_rms_norm_backward_reference(
@@ -38,7 +30,9 @@ def gated_rms_norm_backward_reference(
     _overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the reference result of `gated_rms_norm_backward`: autograd through the reference."""
-    return gradient_and_output(gated_rms_norm_reference, grad_y.double(), gate_up.double(), eps)
+    return rms_norm.gradient_and_output(
+        gated_rms_norm_reference, grad_y.double(), gate_up.double(), eps
+    )
 
 
 def packed_gates_backward_reference(
@@ -46,15 +40,14 @@ def packed_gates_backward_reference(
     _overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the reference result of `packed_gates_backward`, in float64."""
-    gate_up = unpack_gates_reference(codes, bases)
-    return gated_rms_norm_backward_reference(grad_y, gate_up, eps)
+    return gated_rms_norm_backward_reference(grad_y, unpack_gates_reference(codes, bases), eps)
 
 
 def gated_rms_norm_in_its_dtype(gate_up: Tensor, eps: float | None) -> Tensor:
     """Compute with torch operations, each rounded, as the peer for bf16."""
     gate, up = gate_up.chunk(2, dim=-1)
     product = functional.silu(gate) * up
-    return product if eps is None else rms_norm_in_its_dtype(product, None, eps)
+    return product if eps is None else rms_norm.rms_norm_in_its_dtype(product, None, eps)
 
 
 def _draw_packed(rng: CaseGenerator, group_size: int, m: int, _n: int, k: int) -> tuple:
@@ -67,37 +60,38 @@ def _draw_packed(rng: CaseGenerator, group_size: int, m: int, _n: int, k: int) -
 def _packed_backward_in_its_dtype(
     grad_y: Tensor, codes: Tensor, bases: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    gate_up = unpack_gates(codes, bases).to(grad_y.dtype)
-    return backward_in_its_dtype(grad_y, gate_up, *others)
+    return backward_in_its_dtype(grad_y, unpack_gates(codes, bases).to(grad_y.dtype), *others)
 
 
 def backward_in_its_dtype(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Compute with torch operations, in the dtype of `gate_up`, out of place."""
-    return gradient_and_output(gated_rms_norm_in_its_dtype, *inputs[:3])
+    return rms_norm.gradient_and_output(gated_rms_norm_in_its_dtype, *inputs[:3])
 
 
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1,
     reason="float32 sums of up to 8192 squares; in bf16 one rounding, where torch has several",
 )  # fmt: skip
-GATED_SIZES = ROW_SIZES | {"W": "2 * k"}
+GATED_SIZES = rms_norm.ROW_SIZES | {"W": "2 * k"}
 
 
 _CHANGED: dict[str, dict[str, Any]] = {
     "saturated": {"gate_up": lambda x: 40 * x},
-    "wide": {"gate_up": lambda x: torch.cat((widened(x), widened(x.flip(0))), dim=1)},
+    "wide": {
+        "gate_up": lambda x: torch.cat((rms_norm.widened(x), rms_norm.widened(x.flip(0))), dim=1)
+    },
 }
-GATED_VALUES = {"eps": (*EPS_VALUES, *EPS_VALUES, None)}
+GATED_VALUES = {"eps": (*rms_norm.EPS_VALUES, *rms_norm.EPS_VALUES, None)}
 gated_rms_norm_verification = Verification(
     gated_rms_norm, gated_rms_norm_reference, gate=_GATE, sizes=GATED_SIZES,
-    shapes=ROW_SHAPES, changed=_CHANGED,
+    shapes=rms_norm.ROW_SHAPES, changed=_CHANGED,
     peer=gated_rms_norm_in_its_dtype, library=same_inputs(gated_rms_norm_in_its_dtype),
     values=GATED_VALUES,
 )  # fmt: skip
 gated_rms_norm_backward_verification = Verification(
     gated_rms_norm_backward, gated_rms_norm_backward_reference, gate=_GATE,
-    sizes=GATED_SIZES, shapes=ROW_SHAPES,
-    changed=_CHANGED | {"wide": {"grad_y": widened, **_CHANGED["wide"]}},
+    sizes=GATED_SIZES, shapes=rms_norm.ROW_SHAPES,
+    changed=_CHANGED | {"wide": {"grad_y": rms_norm.widened, **_CHANGED["wide"]}},
     peer=backward_in_its_dtype,
     values=GATED_VALUES | {"overwrite": (False, True)},
 )  # fmt: skip

@@ -5,10 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from arbcli.kernels.norm.pack_gates import (
-    pack_gates,
-    pack_gates_torch,
-)
+from arbcli.kernels.norm.pack_gates import pack_gates, pack_gates_torch
 from arbcli.verify.verification import Verification
 
 

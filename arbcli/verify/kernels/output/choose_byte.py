@@ -6,10 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.kernels.output.choose_byte import (
-    MAX_SYMBOLS,
-    choose_byte_,
-)
+from arbcli.kernels.output.choose_byte import MAX_SYMBOLS, choose_byte_
 from arbcli.verify.kernels.update.random_bits import mix_reference
 from arbcli.verify.verification import Verification
 

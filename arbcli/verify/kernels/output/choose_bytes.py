@@ -5,12 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from arbcli.kernels.output.choose_byte import (
-    MAX_SYMBOLS,
-)
-from arbcli.kernels.output.choose_bytes import (
-    choose_bytes_,
-)
+from arbcli.kernels.output.choose_byte import MAX_SYMBOLS
+from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.output.choose_byte import LOGITS_CHANGED, choose_byte_reference
 from arbcli.verify.verification import Verification

@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.output.cross_entropy import (
-    cross_entropy,
-    cross_entropy_backward,
-)
+from arbcli.kernels.output.cross_entropy import cross_entropy, cross_entropy_backward
 from arbcli.verify.verification import Gate, Verification, same_inputs
 
 

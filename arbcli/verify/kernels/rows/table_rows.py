@@ -6,10 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.kernels.rows.table_rows import (
-    gather_rows,
-    scatter_rows_,
-)
+from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Verification, nothing
 

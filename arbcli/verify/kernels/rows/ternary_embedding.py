@@ -9,15 +9,8 @@ from torch.nn.functional import embedding
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import has_planes
-from arbcli.kernels.rows.ternary_embedding import (
-    embedding_grad,
-    embedding_rows,
-    embedding_rows_native,
-)
-from arbcli.verify.kernels.codec.decode_digits import (
-    decode_digits_reference,
-    rounded_float32,
-)
+from arbcli.kernels.rows import ternary_embedding
+from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference, rounded_float32
 from arbcli.verify.verification import Gate, Verification, filled, nothing
 
 
@@ -39,17 +32,18 @@ def _many(ids: Tensor) -> Tensor:
 
 
 embedding_rows_verification = Verification(
-    embedding_rows, embedding_rows_reference,
+    ternary_embedding.embedding_rows, embedding_rows_reference,
     changed={"no ids": {"ids": nothing}, "one id": {"ids": filled(3)}, "many": {"ids": _many}},
-    triton=rounded_float32(embedding_rows.triton),
-    torch=rounded_float32(embedding_rows.torch),
-    native=rounded_float32(embedding_rows_native), sizes={"V": "n"}, scale_path=has_planes,
+    triton=rounded_float32(ternary_embedding.embedding_rows.triton),
+    torch=rounded_float32(ternary_embedding.embedding_rows.torch),
+    native=rounded_float32(ternary_embedding.embedding_rows_native), sizes={"V": "n"},
     library=lambda ids, packed: partial(embedding, ids, decode_weight(packed)),
-    looked_up="packed", values={"ids": (0, "V - 1"), "packed": {"spread": 127}},
+    scale_path=has_planes, looked_up="packed",
+    values={"ids": (0, "V - 1"), "packed": {"spread": 127}},
 )  # fmt: skip
 
 embedding_grad_verification = Verification(
-    embedding_grad, embedding_grad_reference,
+    ternary_embedding.embedding_grad, embedding_grad_reference,
     gate=Gate(relative=1e-6, reason="float32 sums of up to thousands of tokens"),
     shapes=((150, 5, 33),),
     changed={"no ids": {"ids": nothing, "grad_y": nothing}, "one id": {"ids": filled(3)}},

@@ -10,13 +10,7 @@ from torch.nn.functional import embedding_bag
 
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.rows.weighted_rows import (
-    FEW,
-    WEIGHTED_ROWS_GRAD,
-    touched_rows,
-    weighted_rows,
-    weighted_rows_grad_weights,
-)
+from arbcli.kernels.rows import weighted_rows as weighted
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import (
     decode_digits_reference,
@@ -109,7 +103,7 @@ def _draw_grad_weights(rng: CaseGenerator, group_size: int, m: int, n: int, k: i
 def _draw_grad(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     ids = _slots(rng, m, n)
     tokens = torch.arange(ids.numel(), device=rng.device) // ids.shape[1]
-    _, order, bounds, _ = touched_rows(ids.flatten(), n)
+    _, order, bounds, _ = weighted.touched_rows(ids.flatten(), n)
     weights = rng.reals(ids.numel(), dtype=torch.float32)
     return rng.reals(m, k), weights, rng.view(tokens), order, bounds
 
@@ -119,7 +113,7 @@ _CHANGED: dict[str, dict[str, Any]] = {
     "far outside": {"ids": lambda x: torch.where(x < 0, 1 << 40, x)},
 }
 weighted_rows_verification = Verification(
-    weighted_rows, weighted_rows_reference,
+    weighted.weighted_rows, weighted_rows_reference,
     gate=Gate(relative=1e-6, reason="float32 sums of up to tens of rows"),
     changed=_CHANGED | {
         "one id": {"ids": filled(2), "weights": torch.nan_to_num},
@@ -128,13 +122,13 @@ weighted_rows_verification = Verification(
         "empty table": {"ids": filled(3), "packed": lambda x: x.rows(slice(0)),
                         "weights": filled(torch.nan)},
     },
-    triton=fix_float32(weighted_rows.triton), torch=fix_float32(weighted_rows.torch),
-    draw=_draw, large_reference=partial(weighted_rows_reference, decode=decode_large),
-    library=_sum_bags, looked_up="packed",
-    needs_rows=True, scale_path=_scale_path,
+    triton=fix_float32(weighted.weighted_rows.triton),
+    torch=fix_float32(weighted.weighted_rows.torch), draw=_draw,
+    large_reference=partial(weighted_rows_reference, decode=decode_large), library=_sum_bags,
+    looked_up="packed", needs_rows=True, scale_path=_scale_path,
 )  # fmt: skip
 weighted_rows_grad_weights_verification = Verification(
-    weighted_rows_grad_weights, weighted_rows_grad_weights_reference,
+    weighted.weighted_rows_grad_weights, weighted_rows_grad_weights_reference,
     gate=Gate(relative=1e-6, reason="float32 sums of up to thousands of columns"),
     changed=_CHANGED | {
         "no tokens": {"ids": nothing, "grad_y": nothing},
@@ -146,12 +140,12 @@ weighted_rows_grad_weights_verification = Verification(
     needs_rows=True, scale_path=_scale_path,
 )  # fmt: skip
 weighted_rows_grad_verification = Verification(
-    WEIGHTED_ROWS_GRAD, weighted_rows_grad_reference,
+    weighted.WEIGHTED_ROWS_GRAD, weighted_rows_grad_reference,
     gate=Gate(relative=1e-6, reason="float32 sums of up to thousands of slots"),
-    shapes=((300, 3, 35), (2 * FEW, 17, 35)),  # rows of many slots, and of about as many as `FEW`
+    shapes=((300, 3, 35), (2 * weighted.FEW, 17, 35)),  # rows of many slots, and of about `FEW`
     changed={"no slots": {
         "weights": nothing, "tokens": nothing, "order": nothing, "bounds": torch.zeros_like,
     }},
-    triton=fix_float32(WEIGHTED_ROWS_GRAD.triton), torch=fix_float32(WEIGHTED_ROWS_GRAD.torch),
-    draw=_draw_grad, needs_rows=True,
+    triton=fix_float32(weighted.WEIGHTED_ROWS_GRAD.triton),
+    torch=fix_float32(weighted.WEIGHTED_ROWS_GRAD.torch), draw=_draw_grad, needs_rows=True,
 )  # fmt: skip

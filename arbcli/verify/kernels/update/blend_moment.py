@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.update.blend_moment import (
-    blend_moment,
-    moment_max,
-)
+from arbcli.kernels.update.blend_moment import blend_moment, moment_max
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.direction import draw_gains, fixed_point_reference
 from arbcli.verify.kernels.update.random_bits import random_halves_reference

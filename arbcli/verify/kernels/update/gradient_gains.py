@@ -8,9 +8,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.packed import num_groups
 from arbcli.kernels.runtime.arguments import TensorOptions
-from arbcli.kernels.update.gradient_gains import (
-    GRADIENT_GAINS,
-)
+from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
 from arbcli.verify.verification import Gate, Verification, filled
@@ -105,7 +103,7 @@ gradient_gains_verification = Verification(
         for x in (0.0, 2.0**-121, 2.0**-120, 2.0**120, 2.0**121, torch.inf, torch.nan)
     } | {"no slope": {"slope_squares": torch.zeros_like}}, gate=Gate(
         relative=2 ** (1 / 128) - 1 + 1e-5,
-        reason="a float log2 at a rounding boundary lands one step of 1/128, 0.54 %, to the side",
+        reason="a float log2 at a rounding boundary lands one step of 1/128, 0.54 %, to the side"
     ),
     compared=_append_state, draw=_draw, needs_rows=False,
 )  # fmt: skip

@@ -8,10 +8,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.update.gradient_statistics import (
-    GradientStatistics,
-    gradient_statistics,
-)
+from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 from arbcli.verify.kernels.codec.decode_digits import (
     digits_large,
     digits_reference,

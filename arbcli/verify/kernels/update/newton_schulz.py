@@ -3,12 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.update.newton_schulz import (
-    gram,
-    gram_polynomial,
-    gram_polynomial_triton,
-    gram_triton,
-)
+from arbcli.kernels.update import newton_schulz
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Gate, Verification, nothing, same_inputs
 
@@ -45,18 +40,20 @@ def _draw_symmetric(rng: CaseGenerator, group_size: int, m: int, n: int, k: int)
 
 
 gram_verification = Verification(
-    gram, gram_reference, gate=_GATE, shapes=((1, 1, 1),),
+    newton_schulz.gram, gram_reference, gate=_GATE, shapes=((1, 1, 1),),
     changed={
         "a row for all": {"x": lambda x: x[:1].expand_as(x)}, "zeros": {"x": torch.zeros_like},
         "nothing to sum": {"x": lambda x: x[:, :0]}, "empty": {"x": nothing},
-    }, triton=gram_triton, draw=_draw, torch_is_peer=True, library=same_inputs(gram.torch),
-    needs_rows=False,
+    },
+    triton=newton_schulz.gram_triton, draw=_draw, torch_is_peer=True,
+    library=same_inputs(newton_schulz.gram.torch), needs_rows=False,
     not_verified=("kernels of the matrix library, which computes the other shapes",),
 )  # fmt: skip
 gram_polynomial_verification = Verification(
-    gram_polynomial, gram_polynomial_reference, gate=_GATE, shapes=((1, 1, 1),),
+    newton_schulz.gram_polynomial, gram_polynomial_reference, gate=_GATE, shapes=((1, 1, 1),),
     changed={
         "square alone": {"alpha": 0.0, "beta": 0.0, "gamma": 1.0}, "zeros": {"a": torch.zeros_like},
     },
-    triton=gram_polynomial_triton, draw=_draw_symmetric, torch_is_peer=True, needs_rows=False,
+    triton=newton_schulz.gram_polynomial_triton, draw=_draw_symmetric, torch_is_peer=True,
+    needs_rows=False,
 )  # fmt: skip

@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.update.sign_gradient import (
-    SignGradient,
-    sign_gradient,
-)
+from arbcli.kernels.update.sign_gradient import SignGradient, sign_gradient
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import digits_large, digits_reference
 from arbcli.verify.kernels.update.gradient_statistics import gradient_statistics_reference
@@ -47,7 +44,7 @@ sign_gradient_verification = Verification(
     changed={"zeros": {"grad_y": torch.zeros_like}, "empty": {"grad_y": nothing, "x": nothing}},
     gate=Gate(
         relative=4e-6,
-        reason="signs equal; float32 sums over a group, and products in float32 in either type",
+        reason="signs equal; float32 sums over a group, and products in float32 in either type"
     ),
     compared=_sum_parts, large_reference=partial(sign_gradient_reference, digits=digits_large),
     scale_path=_scale_path,

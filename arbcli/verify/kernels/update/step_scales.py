@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.update.step_scales import (
-    step_scales,
-)
+from arbcli.kernels.update.step_scales import step_scales
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
 from arbcli.verify.verification import REFUSED, Verification, filled

@@ -4,13 +4,9 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime.arguments import TensorOptions
-from arbcli.kernels.update.hadamard import (
-    block_of,
-)
+from arbcli.kernels.update.hadamard import block_of
 from arbcli.kernels.update.quantise_gradient import NONE, NOT_FINITE
-from arbcli.kernels.update.sum_gradients import (
-    sum_gradients,
-)
+from arbcli.kernels.update.sum_gradients import sum_gradients
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.hadamard import hadamard_matrix, signs_reference
 from arbcli.verify.kernels.update.quantise_gradient import together_reference
@@ -31,8 +27,7 @@ def sum_gradients_reference(
         total = blocks.sum(1).reshape(total.shape) * signs
     values = total.double() / block * torch.exp2(exponent.double())[:, None]
     values = torch.where((exponent == -128)[:, None], 0, values)
-    wrong = (fitting == 127).any(dim=0)[:, None]
-    return torch.where(wrong, torch.inf, values).to(dtype)
+    return torch.where((fitting == 127).any(dim=0)[:, None], torch.inf, values).to(dtype)
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:

@@ -5,9 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from arbcli.kernels.update.unit_gain import (
-    unit_gain,
-)
+from arbcli.kernels.update.unit_gain import unit_gain
 from arbcli.verify.kernels.update.direction import draw_gains
 from arbcli.verify.verification import Gate, Verification
 

@@ -5,9 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from arbcli.kernels.update.unit_moment import (
-    unit_moment,
-)
+from arbcli.kernels.update.unit_moment import unit_moment
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Verification
 

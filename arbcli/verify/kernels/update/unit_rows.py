@@ -5,9 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.kernels.update.unit_rows import (
-    unit_rows,
-)
+from arbcli.kernels.update.unit_rows import unit_rows
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Gate, Verification, one_of
 
