@@ -36,7 +36,6 @@ FAULTS = [
     # products in eight bits
     Fault("quantise_rows", "to_e4m3", "(bits >> 20) & 1", "1"),
     Fault("decode_e4m3", "_decode_planes", "width * digit", "32 * digit"),
-    Fault("decode_e4m3", "dither_to_e4m3", " + (turn.to(tl.uint32) << 16)", ""),
     Fault("fp8_matmul", "_multiply", ".float().T) * (scale * weight_scale)",
         ".float().T) * scale"),
     # products in four bits, emulated

@@ -177,8 +177,6 @@ class Updater:
     """Each gradient is weighted by its share of the step: see `set_step`."""
     normalises = True
     """Each gradient is normalised, so that factors of a loss have no effect."""
-    turn: Tensor | None = None
-    """Offset of the thresholds of rounding, an int32 scalar in units of 2**-16; within a step."""
 
     def begin(self, step: int, lr: float, micro: int = 0, accumulation: int = 1) -> None:
         """Prepare for the backward of one micro-batch: `set_step`, then `begin_micro`."""
@@ -257,7 +255,7 @@ class Updater:
             field[name][0]
             for name in ("step", "turn", "micro_turn", "average_rate", "average_turn")
         )
-        self._weight, self.turn = field["weight"][0], self._turn
+        self._weight = field["weight"][0]
         self._sizes = dict(zip(self._paces, self._layout.sizes(row), strict=True))
         self._blend_gains = None
         if self.accumulation > 1:
@@ -310,7 +308,6 @@ class Updater:
         self.step_held()
         if self.horizon:
             self._average_weights()
-        self.turn = None
         self._slopes.clear()
         self._routed = frozenset()
         self._nonfinite_steps += maximum(self._nonfinite)

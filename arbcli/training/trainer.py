@@ -2,8 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,6 @@ from arbcli.model.checkpoint import (
     tensor_digest,
 )
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.products import LowPrecision
 from arbcli.model.packed import StreamedTensor, TernaryTensor
 from arbcli.model.rules import stage_rule
 from arbcli.model.updater import HELD_BYTES, Updater
@@ -508,27 +507,13 @@ class Trainer:
             return nullcontext()
         return imported("arbcli.model.averages:averaged")(self.model)
 
-    @contextmanager
-    def _in_bf16(self) -> Iterator[None]:
-        """Multiply in bf16 within the block, as readers of a checkpoint do, in a run in FP8."""
-        in_fp8 = self.config.compute == "fp8"
-        parts = [part for part in self.model.modules() if in_fp8 and isinstance(part, LowPrecision)]
-        for part in parts:
-            part.multiply_in("bf16")
-        try:
-            yield
-        finally:
-            for part in parts:
-                part.multiply_in("fp8")
-
     @torch.no_grad()
     def evaluate(self, num_batches: int | None = None) -> float:
         """Compute the mean loss over fixed windows of the held-out text, in nats per symbol.
 
         It is the mean over all symbols with a loss, or over windows for a masked model. A step of
         as many windows has the same held-out windows, however they are divided into micro-batches.
-        Processes share the batches, if these can be divided evenly. Products are in bf16 where
-        those of steps are in FP8.
+        Processes share the batches, if these can be divided evenly.
 
         Args:
             num_batches: number of batches of `batch` windows; None is `num_evaluation_batches`.
@@ -536,7 +521,7 @@ class Trainer:
         num_batches = num_batches or self.num_evaluation_batches
         group = self.group if num_batches % self.group.size == 0 else Group()
         losses, counts = [], []
-        with self.averaged(), self._in_bf16(), use_backend(self.config.backend):
+        with self.averaged(), use_backend(self.config.backend):
             for number in group.local(num_batches):
                 inputs = self._held_out(number)
                 losses.append(self.model.loss(*inputs))

@@ -118,15 +118,6 @@ def round_weight(weight, INT8: tl.constexpr):
 
 
 @triton.jit
-def dither_to_e4m3(x, n, k, turn):
-    """Round float32 up or down to three mantissa bits: see `decode_e4m3`."""
-    row, column = n.to(tl.uint32) * 0x91E10DA5, k.to(tl.uint32) * 0xC13FA9A9
-    threshold = (row + column + (turn.to(tl.uint32) << 16)) >> 12
-    bits = x.to(tl.uint32, bitcast=True) + threshold  # carries into the bits that stay
-    return (bits & 0xFFF00000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def to_e4m3(x, NATIVE: tl.constexpr):
     """Round float32 of magnitude below 448 to the bits of e4m3, ties to even."""
     if NATIVE:
@@ -151,7 +142,7 @@ def _decode_digits_kernel(
     decode_tile(
         packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr, N, K, blocks,
         stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-        stride_an, stride_ak, trit_unit, low_unit, stride_wn, 1, 1.0, None,
+        stride_an, stride_ak, trit_unit, low_unit, stride_wn, 1, 1.0,
         GROUP, HAS_FRACTION, INT8, NIBBLE, ROWS, ABREAST, REST_ROWS, PTX, False, False,
     )  # fmt: skip
 
@@ -161,14 +152,14 @@ def decode_tile(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
     N, K, blocks,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, trit_unit, low_unit, stride_wn, stride_wk, factor, turn_ptr,
+    stride_an, stride_ak, trit_unit, low_unit, stride_wn, stride_wk, factor,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr, NIBBLE: tl.constexpr,
     ROWS: tl.constexpr, ABREAST: tl.constexpr, REST_ROWS: tl.constexpr, PTX: tl.constexpr,
     E4M3: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Decode `ABREAST` of the first `blocks` blocks of `ROWS` rows, or one of the others.
 
-    With `E4M3` weights are stored as the bits of e4m3 of w * factor, dithered if there is a turn.
+    With `E4M3` weights are stored as the bits of e4m3 of w * factor.
     """
     program = tl.program_id(0)
     others = tl.cdiv(K, 160) - blocks
@@ -181,7 +172,7 @@ def decode_tile(
             packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
             rest_n, other, width, N, K, K,
             stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, trit_unit, low_unit, stride_wn, stride_wk, factor, turn_ptr,
+            stride_an, stride_ak, trit_unit, low_unit, stride_wn, stride_wk, factor,
             GROUP, HAS_FRACTION, INT8, NIBBLE, False, PTX, E4M3, NATIVE,
         )  # fmt: skip
     else:  # offsets known to the compiler, so that loads are vectorised
@@ -193,7 +184,7 @@ def decode_tile(
             packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
             n, block, 32, N, K, 160 * blocks,
             stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, trit_unit, low_unit, stride_wn, stride_wk, factor, turn_ptr,
+            stride_an, stride_ak, trit_unit, low_unit, stride_wn, stride_wk, factor,
             GROUP, HAS_FRACTION, INT8, NIBBLE, True, PTX, E4M3, NATIVE,
         )  # fmt: skip
 
@@ -203,7 +194,7 @@ def _decode_planes(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
     n, block, width, N, K, end,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, trit_unit, low_unit, stride_wn, stride_wk, factor, turn_ptr,
+    stride_an, stride_ak, trit_unit, low_unit, stride_wn, stride_wk, factor,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
     INT8: tl.constexpr, NIBBLE: tl.constexpr, ONE_SCALE: tl.constexpr, PTX: tl.constexpr,
     E4M3: tl.constexpr, NATIVE: tl.constexpr,
@@ -251,10 +242,7 @@ def _decode_planes(
         column = k
         if E4M3:  # may be transposed, so that columns are far apart
             column = k.to(tl.int64) * stride_wk
-            weight *= factor
-            if turn_ptr is not None:
-                weight = dither_to_e4m3(weight, n, k, tl.load(turn_ptr))
-            weight = to_e4m3(weight, NATIVE)
+            weight = to_e4m3(weight * factor, NATIVE)
         weight_ptrs = weight_ptr + n * stride_wn + column
         tl.store(weight_ptrs, weight.to(dtype), mask=mask_b & (k < K))
 

@@ -2,18 +2,9 @@
 
 scale is one power of two for the matrix. It moves the largest octave to 2**7, as in
 `quantise_rows`, or to 2**6 for int8 weights, which are up to three times their scale.
-Scales of groups, or int8 weights, are rounded to the three mantissa bits of e4m3, identically in
-the forward and backward pass. Training steps update the exact digits.
-
-Rounded to nearest, an int8 weight would have an error of up to 6 % that lasts for many steps. In
-training these weights are dithered instead: the magnitude is rounded up if the fraction that three
-bits cut off, plus a threshold, reaches 1. The threshold is frac(a n + b k + turn / 2**16) for row n
-and column k. The turn advances by the golden ratio in each step, so that over some steps the mean
-of a rounded weight is the weight. a and b are those of a two-dimensional quasirandom sequence, so
-that the errors of a row cancel, too.
-
-Source: M. Roberts, "The unreasonable effectiveness of quasirandom sequences",
-https://extremelearning.com.au/unreasonable-effectiveness-of-quasirandom-sequences/
+Scales of groups, or int8 weights, are rounded to the three mantissa bits of e4m3, an error
+of at most 6 %, identically in the forward and backward pass. Training steps update the exact
+digits.
 """
 
 import torch
@@ -25,38 +16,22 @@ from arbcli.kernels.matmul.quantise_rows import E4M3, LARGEST_OCTAVE, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
 
-ROW_TURN, COLUMN_TURN = 0x91E10DA5, 0xC13FA9A9
-"""Thresholds of adjacent rows and columns differ by so many 2**-32: 1 / p**2 and 1 / p, where
-p**3 = p + 1."""
 TILE, TRANSPOSED_TILE = (4, 8, 4), (32, 2, 4)
 """Rows, blocks of each, and warps of a program."""
 
 
-def dither_torch(x: Tensor, turn: Tensor) -> Tensor:
-    """Round a float32 matrix up or down to three mantissa bits: see `decode_e4m3`."""
-    rows, columns = (torch.arange(size, device=x.device) for size in x.shape)
-    threshold = (rows * ROW_TURN)[:, None] + columns * COLUMN_TURN + (turn.long() << 16)
-    threshold = (threshold & 0xFFFFFFFF) >> 12
-    return ((x.view(torch.int32) + threshold.to(torch.int32)) & -0x100000).view(torch.float32)
-
-
-def _decode_e4m3_torch(
-    packed: Packed, transposed: bool = False, turn: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _decode_e4m3_torch(packed: Packed, transposed: bool = False) -> tuple[Tensor, Tensor]:
     octave = packed.exponent.amax().to(torch.int32) - LARGEST_OCTAVE
     octave += packed.remainder is not None
     inverse, scale = (((127 + sign * octave) << 23).view(torch.float32) for sign in (-1, 1))
-    weight = decode_digits_torch(packed, torch.float32) * inverse
-    if turn is not None and packed.remainder is not None:
-        weight = dither_torch(weight, turn)
-    q = weight.to(E4M3)
+    q = (decode_digits_torch(packed, torch.float32) * inverse).to(E4M3)
     q = q.T.contiguous() if transposed else q
     return q, scale.repeat(1, len(q))
 
 
 @triton.jit
 def _decode_e4m3_kernel(
-    packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, largest_ptr, turn_ptr, q_ptr, scale_ptr,
+    packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, largest_ptr, q_ptr, scale_ptr,
     N, K, blocks, num_scales,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_an, stride_ak, trit_unit, low_unit,
@@ -71,7 +46,7 @@ def _decode_e4m3_kernel(
     decode_tile(
         packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, q_ptr, N, K, blocks,
         stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-        stride_an, stride_ak, trit_unit, low_unit, stride_qn, stride_qk, inverse, turn_ptr,
+        stride_an, stride_ak, trit_unit, low_unit, stride_qn, stride_qk, inverse,
         GROUP, HAS_FRACTION, INT8, NIBBLE, ROWS, ABREAST, REST_ROWS, False, True, NATIVE,
     )  # fmt: skip
     power = ((127 + octave) << 23).to(tl.float32, bitcast=True)
@@ -79,9 +54,7 @@ def _decode_e4m3_kernel(
     tl.store(scale_ptr + row, tl.zeros(row.shape, tl.float32) + power, mask=row < num_scales)
 
 
-def _decode_e4m3_triton(
-    packed: Packed, transposed: bool = False, turn: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _decode_e4m3_triton(packed: Packed, transposed: bool = False) -> tuple[Tensor, Tensor]:
     rows, in_features = packed.out_features, packed.in_features
     shape = (in_features, rows) if transposed else (rows, in_features)
     q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
@@ -90,8 +63,7 @@ def _decode_e4m3_triton(
     tile_rows, abreast, warps = TRANSPOSED_TILE if transposed else TILE
     blocks, programs = tile_grid(packed, tile_rows, abreast, tile_rows)
     _decode_e4m3_kernel[(programs,)](
-        *packed.all_pointers, packed.exponent.amax(), None if packed.remainder is None else turn,
-        q.view(torch.uint8), scale,
+        *packed.all_pointers, packed.exponent.amax(), q.view(torch.uint8), scale,
         rows, in_features, blocks, len(q), *packed.all_strides, *packed.worths, *strides,
         **packed.all_constants, ROWS=tile_rows, ABREAST=abreast, REST_ROWS=tile_rows,
         SHARE=triton.next_power_of_2(triton.cdiv(len(q), programs)), NATIVE=has_e4m3(q),
@@ -102,15 +74,13 @@ def _decode_e4m3_triton(
 
 decode_e4m3 = Operation(
     "decode_e4m3", _decode_e4m3_triton, _decode_e4m3_torch,
-    "packed: packed[N, K]; transposed; turn: int32[]?",
+    "packed: packed[N, K]; transposed",
 )  # fmt: skip
 """Decode a packed matrix to e4m3.
 
 Args:
     packed: N rows by K weights, not empty.
     transposed: whether to decode w.T.
-    turn: offset of the thresholds at which int8 weights are rounded up, an int32 scalar in units of
-        2**-16; None rounds to nearest, as weights of trits always are.
 
 Returns:
     (N, K) float8_e4m3fn q, or (K, N) if `transposed`, contiguous; and its scale, a power of two,

@@ -1,9 +1,8 @@
 """Products with a packed matrix in FP8: both operands rounded to e4m3, accumulated in float32.
 
 Activations and gradients have one scale per row, weights one per matrix; all are powers of two.
-Trits are exact; the fraction of a group's scale is rounded to three bits, and so are int8 weights,
-which are dithered in training: see `decode_e4m3`. cuBLAS multiplies on GPUs with FP8 (sm_89 or
-later); on others the same numbers are multiplied in float32.
+Trits are exact; the fraction of a group's scale is rounded to three bits. cuBLAS multiplies on GPUs
+with FP8 (sm_89 or later); on others the same numbers are multiplied in float32.
 """
 
 import torch
@@ -20,16 +19,16 @@ MULTIPLE = 16
 
 def _fp8_matmul_torch(
     q: Tensor, scale: Tensor, packed: Packed, transposed: bool = False,
-    dtype: torch.dtype = torch.bfloat16, turn: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:  # fmt: skip
-    return _multiply(q, scale, *_decode_e4m3_torch(packed, transposed, turn), dtype)
+    return _multiply(q, scale, *_decode_e4m3_torch(packed, transposed), dtype)
 
 
 def _fp8_matmul_triton(
     q: Tensor, scale: Tensor, packed: Packed, transposed: bool = False,
-    dtype: torch.dtype = torch.bfloat16, turn: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:  # fmt: skip
-    return _multiply(q, scale, *_decode_e4m3_triton(packed, transposed, turn), dtype)
+    return _multiply(q, scale, *_decode_e4m3_triton(packed, transposed), dtype)
 
 
 def _multiply(
@@ -45,7 +44,7 @@ def _multiply(
 fp8_matmul = Operation(
     "fp8_matmul", _fp8_matmul_triton, _fp8_matmul_torch,
     "q: float8_e4m3fn[M, N if transposed else K]; scale: float32[M, 1]; packed: packed[N, K]; "
-    "transposed; dtype; turn: int32[]?",
+    "transposed; dtype",
     where=(f"N % {MULTIPLE} == 0 and K % {MULTIPLE} == 0", DTYPE_IS_REAL),
 )  # fmt: skip
 """Multiply activations by a packed matrix, or a gradient by its transpose, in FP8.
@@ -58,7 +57,6 @@ Args:
     packed: w, N rows by K weights, both multiples of `MULTIPLE`.
     transposed: whether to compute q @ w, for a gradient.
     dtype: dtype of the result, bfloat16 or float32.
-    turn: see `decode_e4m3`.
 
 Returns:
     (M, N) in `dtype`; (M, K) if `transposed`. A row whose scale is NaN gives NaN.

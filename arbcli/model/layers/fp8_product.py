@@ -16,11 +16,9 @@ class FP8Product(Product):
 
     def product(self, weight: LinearWeight, x: Tensor) -> Tensor:
         """Compute x @ w.T for (M, K) activations."""
-        return fp8_matmul(*quantise_rows(x), weight.packed, dtype=x.dtype, turn=weight.turn)
+        return fp8_matmul(*quantise_rows(x), weight.packed, dtype=x.dtype)
 
     def propagate(self, weight: LinearWeight, grad_y: Tensor) -> Tensor:
         """Compute grad_y @ w for the (M, N) gradient of a product."""
         q, scale = quantise_rows(grad_y)
-        return fp8_matmul(
-            q, scale, weight.packed, transposed=True, dtype=grad_y.dtype, turn=weight.turn
-        )
+        return fp8_matmul(q, scale, weight.packed, transposed=True, dtype=grad_y.dtype)

@@ -52,11 +52,6 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
         """`int8` if products read the remainder too, otherwise `trits`."""
         return "int8" if self.rule.reads_all else "trits"
 
-    @property
-    def turn(self) -> Tensor | None:
-        """Offset of the thresholds of FP8 in this step, an int32 scalar; None without updates."""
-        return getattr(self.sink, "turn", None)
-
     def multiply_in(self, number_format: str) -> bool:
         """Multiply in FP8 or NVFP4 if the shapes fit: see `LowPrecision`."""
         chosen = self.low_precision and products.fits_low_precision(

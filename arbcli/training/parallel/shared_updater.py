@@ -197,11 +197,6 @@ class SharedUpdater:
 
     # a step
 
-    @property
-    def turn(self) -> Tensor | None:
-        """See `Updater.turn`."""
-        return self.updates.turn
-
     def set_step(
         self, step: int, lr: float, accumulation: int = 1, counts: Sequence[int] | None = None
     ) -> None:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
@@ -28,27 +27,6 @@ def test_numbers_that_eight_bits_hold_are_multiplied_exactly(device):
     x = torch.randint(-8, 9, (70, 64)).float().to(device)
     weight = decode_weight(packed, torch.float32)
     assert torch.equal(product(x, packed), x @ weight.T)
-
-
-def test_mean_of_dithered_weights_over_steps_is_the_weight(device):
-    digits = matrix(32, 64, device)
-    remainder = torch.arange(32 * 64).view(32, 64).remainder(63).sub(31).to(torch.int8).to(device)
-    packed = digits._replace(remainder=remainder, radix=64)
-    weight, steps = decode_weight(packed, torch.float32), 64
-
-    def error(turns):
-        total = torch.zeros_like(weight)
-        for turn in turns:
-            q, scale = decode_e4m3(packed, turn=turn)
-            total += q.float() * scale.T
-        return ((total / len(turns) - weight).norm() / weight.norm()).item()
-
-    turns = [
-        torch.tensor(step * 40503 % 65536, dtype=torch.int32, device=device)
-        for step in range(steps)
-    ]
-    assert error([None]) > 0.02  # to nearest, in every step
-    assert error(turns) < 0.002
 
 
 def test_non_finite_row_gives_nan(device):

@@ -11,26 +11,22 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE, fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.codec.decode_e4m3 import (
-    decode_e4m3_reference,
-    decode_e4m3_verification,
-    draw_turn,
-)
+from arbcli.verify.kernels.codec.decode_e4m3 import decode_e4m3_reference, decode_e4m3_verification
 from arbcli.verify.kernels.matmul.quantise_rows import quantise_rows_verification
 from arbcli.verify.verification import Gate, Verification
 
 
 def fp8_matmul_reference(
-    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype,
-    turn: Tensor | None, *, decode: Callable = decode_e4m3_reference,
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype, *,
+    decode: Callable = decode_e4m3_reference,
 ) -> Tensor:  # fmt: skip
     """Compute the reference result of `fp8_matmul`, in float64."""
-    weight, weight_scale = decode(packed, transposed, turn)
+    weight, weight_scale = decode(packed, transposed)
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
 def _multiply_bf16(
-    q: Tensor, _scale: Tensor, packed: Packed, transposed: bool, *_: object
+    q: Tensor, _scale: Tensor, packed: Packed, transposed: bool, _dtype: torch.dtype
 ) -> Callable:
     """Multiply in bfloat16."""
     weight = decode_weight(packed)
@@ -41,7 +37,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, rng.integer(2)
     packed = rng.packed(n, k, group_size)
     q, scale = quantise_rows_verification.torch(rng.reals(m, n if transposed else k))
-    return q.to(E4M3), scale, packed, transposed == 1, rng.dtype, draw_turn(rng)
+    return q.to(E4M3), scale, packed, transposed == 1, rng.dtype
 
 
 fp8_matmul_verification = Verification(
