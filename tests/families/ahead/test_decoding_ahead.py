@@ -1,7 +1,5 @@
 """Weights of a block that are decoded in one launch: the same bits, and never old ones."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -73,25 +71,6 @@ def test_a_forward_keeps_what_its_backward_begins_with(device, backend, monkeypa
     assert [weight._ready is not None for weight in weights] == [False] * 5 + [True] * 4
     monkeypatch.setattr(decoded_groups, "MOST_KEPT", 4 * 8 * 8)
     assert not any(weight.group.kept_for_backward for weight in weights_of(build(device, layers=2)))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_head_whose_losses_are_computed_in_chunks_is_not_decoded_ahead(tied):
-    config = replace(preset("tiny", **SIZES), vocabulary=5000, tied=tied)
-    weights = weights_of(LanguageModel(config))
-    assert weights[0].group.forward_weights == tuple(weights[1:4])
-    assert weights[4].group is None
-
-
-def test_stacks_of_a_chunked_model_are_decoded_apart():
-    sizes = SIZES | {"layers": 2, "outer_dim": (8,), "outer_heads": (2,), "outer_ffn": (8,)}
-    config = preset("hnet-base", **sizes | {"ctx": 96, "window": 16})
-    model = LanguageModel(config, torch.float32, recompute=True)
-    stage = model.stages[0]
-    for stack in (stage.encoder, model.blocks, stage.decoder):
-        weights = [weight for block in stack.weights_of_blocks() for weight in block]
-        assert weights[0].group.forward_weights == tuple(weights[1:4])
-    assert model.head.weight.group is None
 
 
 def test_decoded_weights_are_not_used_after_a_change(device, backend):

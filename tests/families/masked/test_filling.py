@@ -90,17 +90,6 @@ def test_a_window_is_cut_alike_by_every_process():
         assert not torch.equal(cut(ids, 256, **other, numbers=range(8))[0], whole[0])
 
 
-@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
-def test_twins_learn_text_alone(weights):
-    lm = fill_model(weights=weights)
-    ids, targets = cut(torch.arange(68).view(4, 17), 256, seed=0, step=0, numbers=range(4))
-    assert int((targets < 0).sum()) == 2 * (EXTRA - 1)
-    with torch.no_grad():
-        logs = lm(ids).double().log_softmax(dim=-1)
-    wanted = -logs[targets >= 0].gather(1, targets[targets >= 0][:, None]).mean()
-    assert float(lm.loss(ids, targets).detach()) == pytest.approx(float(wanted), rel=1e-5)
-
-
 def test_holes_are_filled_one_after_another():
     lm, parts = fill_model(ctx=24), [[1, 2, 3], [4, 5, 7, 8], [6]]
     text, length = list(parts[0]), 2

@@ -17,7 +17,6 @@ from arbcli.config.presets import preset
 from arbcli.data.opening import open_texts
 from arbcli.data.text import Text
 from arbcli.families.ahead.config import AheadConfig
-from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.masked import masking
 from arbcli.families.masked.holes import fill
 from arbcli.families.masked.masking import hide
@@ -27,7 +26,6 @@ from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer
-from arbcli.verify.models import masked
 from arbcli.verify.reference import Reference
 from arbcli.verify.subjects import Subject
 from arbcli.verify.update_reference import reference_weight
@@ -160,22 +158,6 @@ def test_greedy_text_takes_the_surest_symbol_first():
     with torch.no_grad():
         logits = lm(torch.tensor([[SYMBOLS, 1, SYMBOLS, SYMBOLS]]))[0]
     assert at_once == [int(logits[0].argmax()), 1, int(logits[2].argmax())]
-
-
-@pytest.mark.parametrize(
-    ("mixer", "reach"), [(None, 5), (LatentAttentionConfig(heads=2, latent=16, rotary=4), 11)]
-)
-def test_position_attends_to_a_window_on_both_sides(mixer, reach):
-    config = masked()
-    near = config.main.blocks[1]
-    near = replace(near, mixer=mixer or near.mixer)
-    stage = replace(config.main, blocks=(near,))
-    lm = build_model(replace(config, stages=(stage,)), torch.float32)
-    lm.initialise(0)
-    ids = torch.arange(11)[None]
-    with torch.no_grad():
-        moved = (lm(ids) != lm(ids.index_fill(1, torch.tensor([5]), 99)))[0].any(dim=1)
-    assert moved.tolist() == [abs(place - 5) < reach for place in range(11)]
 
 
 @pytest.mark.parametrize(
