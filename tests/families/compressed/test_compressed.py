@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from handed import chosen_by, handed
-from references import logits_in_parts
+from references import assert_agrees, logits_in_parts
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
@@ -15,8 +15,6 @@ from arbcli.inspect.memory import measure, predict
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.updater import Updater
-from arbcli.verify import parity
-from arbcli.verify.subjects import Subject
 
 CTX = 24
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -135,11 +133,7 @@ def test_sink_without_entries_takes_all_weight():
 
 def test_options_agree_with_their_reference(small_compressed, device):
     config = model(small_compressed, **MEANS_AND_GAINS | {"kv_heads": 2}).config
-    config = replace(config, norm_gain=True)
-    backend = "triton" if device.type == "cuda" else "torch"
-    run = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
-    results = [*parity.check_model(Subject("", config, *run))]
-    assert not [result for result in results if not result.passed]
+    assert_agrees(replace(config, norm_gain=True), device, "bits")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graph_parts import assert_same, initialised, normal, spec
+from graph_parts import initialised, normal, spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.model.layers.table import MOST_USES, TernaryTable
@@ -28,18 +28,6 @@ def updater_of(part: TernaryTable, **options) -> Updater:
 
 def look_up(part: TernaryTable, ids=IDS, seed=1) -> torch.Tensor:
     return part(ids, normal(*ids.shape, seed=seed), torch.float32)
-
-
-def reference(w, ids, weights):
-    rows = w["weight"][ids.clamp(0, ROWS - 1)]
-    inside = (ids >= 0) & (ids < ROWS)
-    return (weights * inside)[..., None].mul(rows).sum(dim=1)
-
-
-def test_sums_and_gradients_equal_autograd():
-    part = table()
-    inputs = (IDS, normal(*IDS.shape))
-    assert_same(part, inputs, lambda *given: part(*given, torch.float32), reference)
 
 
 def test_usage_counts_the_steps_of_a_row():

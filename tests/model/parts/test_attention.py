@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from references import logits_in_parts
+from references import assert_agrees, logits_in_parts
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
@@ -11,8 +11,6 @@ from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.model.build import build_model
 from arbcli.model.layers.vector import VectorWeight
-from arbcli.verify import parity
-from arbcli.verify.subjects import Subject
 
 CTX, LENGTH, DIM, WINDOW = 12, 29, 48, 5
 LONGER = {"base": 50.0, "factor": 8.0, "original_ctx": 40}
@@ -69,12 +67,7 @@ def text(device) -> torch.Tensor:
     [("one head of keys, in a window", False), ("interpolated", False), ("all", True)],
 )
 def test_shape_agrees_with_its_reference(name, norm_gain, device):
-    config = model_config(name, norm_gain=norm_gain)
-    backend = "triton" if device.type == "cuda" else "torch"
-    run = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
-    results = [*parity.check_model(Subject(name, config, *run))]
-    results += parity._causality(Subject(name, config, *run))
-    assert not [result for result in results if not result.passed]
+    assert_agrees(model_config(name, norm_gain=norm_gain), device, "bits")
 
 
 @pytest.mark.parametrize(
