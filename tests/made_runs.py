@@ -1,13 +1,15 @@
-"""Directories of runs without checkpoints, for what reads configurations and records alone."""
+"""Runs: what observes them, their records, and directories of runs without checkpoints."""
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from arbcli.config.presets import preset
 from arbcli.config.training import TrainConfig, train_config_dict
 from arbcli.model.checkpoint import Checkpoint
 from arbcli.model.language_model import LanguageModel
+from arbcli.training.observer import Observer
 
 
 def record(step: int, loss: float, val_loss: float | None = None, **others) -> dict:
@@ -26,6 +28,13 @@ def read_records(run: Path) -> list[dict]:
     """Read the records of a run, without what differs from run to run."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS} for line in lines]
+
+
+def observer_with(**methods: Callable) -> Observer:
+    """Make an observer of a run with some methods, such as `noted`."""
+    observer = Observer()
+    vars(observer).update(methods)
+    return observer
 
 
 def checkpoint_of(model: LanguageModel) -> Checkpoint:
