@@ -13,7 +13,6 @@ from arbcli.model.layers import attend as attend_module
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.parts.attention import KVCache
 from arbcli.model.parts.cached import CacheFormat
-from arbcli.model.state import PositionCounter, StateSpec
 
 WINDOW = 8
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": WINDOW}
@@ -152,14 +151,6 @@ def test_too_many_bytes_at_once_are_refused(device):
         lm(text(6, device), lm.new_cache(5))
 
 
-def test_weights_of_norms_are_not_read(device):
-    lm, ids = model(device), text(3, device)
-    with use_backend("torch"), torch.no_grad():
-        expected = lm(ids)
-        lm.blocks[0].attention_norm.weight.fill(-1)
-        assert torch.equal(lm(ids), expected)
-
-
 KEPT = ["fp8", "int8"]
 
 
@@ -185,20 +176,3 @@ def test_unsupported_cache_dtype_is_refused(device):
         raise RuntimeError
     assert lm.cache_dtype == "fp32"
     assert all(block.attention.cache_format == CacheFormat() for block in lm.blocks)
-
-
-@pytest.mark.parametrize(("window", "positions", "expected"), [
-    (None, 100, 16), (None, 9, 9), (5, 100, 5), (20, 100, 16), (20, 12, 12), (5, 3, 3),
-])  # fmt: skip
-def test_window_is_no_longer_than_context_or_text(window, positions, expected):
-    def ring(stored=None) -> KVCache:
-        clock = PositionCounter(
-            16, StateSpec(positions, torch.float32, torch.device("cpu"), None, CacheFormat(stored))
-        )
-        return KVCache(clock, 2, 16, window)
-
-    plain = ring()
-    assert plain.window == plain.clock.window == expected
-    assert plain.keys.codes.shape == (2, expected, 16)
-    assert sum(t.nbytes for t in plain.tensors()) == 2 * 2 * expected * 16 * 4
-    assert sum(t.nbytes for t in ring(torch.int8).tensors()) == 2 * 2 * expected * (16 + 1)

@@ -1,4 +1,4 @@
-"""Predictions of a teacher, learnt besides the text."""
+"""Predictions of a teacher, learnt besides the text; gradients of models of tokens, too."""
 
 import dataclasses
 import shutil
@@ -54,7 +54,7 @@ def batch_of(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ("tied", "vocabulary", "norm_gain", "dtype"),
     [
         (False, SMALL, True, torch.float32), (True, LARGE, False, torch.float32),
-        (True, SMALL, False, torch.bfloat16),
+        (True, SMALL, False, torch.bfloat16), (False, LARGE, False, torch.bfloat16),
     ],
 )  # fmt: skip
 def test_divergence_and_gradients_agree_with_those_of_the_reference(
@@ -73,6 +73,8 @@ def test_divergence_and_gradients_agree_with_those_of_the_reference(
     with use_backend("torch"):
         losses = student.losses(ids, targets, teacher=teacher)
         (losses["text"] + losses["teacher"]).backward()
+        of_positions = student.position_losses(ids, targets).mean()
+    assert float(of_positions) == pytest.approx(float(losses["text"].detach()), rel=1e-3)
     close = 1e-5 if dtype == torch.float32 else 3e-2
     assert float(losses["teacher"].detach()) == pytest.approx(float(wanted), rel=close)
     for name, part in student.weights().items():

@@ -37,8 +37,8 @@ PARTS = {
 }
 
 
-def model_config(name: str, heads=4, **options) -> ModelConfig:
-    mixer = AttentionConfig(heads=heads, **SHAPES[name])
+def model_config(name: str, more: dict | None = None, **options) -> ModelConfig:
+    mixer = AttentionConfig(heads=4, **SHAPES[name] | (more or {}))
     block = BlockConfig(mixer=mixer, channel=MLPConfig(width=16))
     stage = StageConfig(dim=DIM, blocks=(block,) * 2)
     return ModelConfig(**{"ctx": CTX, "stages": (stage,)} | options)
@@ -109,36 +109,28 @@ def test_other_shapes_than_those_of_kernels_take_plain_operations():
     assert fitting == {*KERNELS, "output bias"}
 
 
-def turned(**angles) -> dict:
-    return {"rotary": RotaryConfig(**angles)}
-
-
-REFUSED = {
-    "3 heads of keys do not divide 4": lambda: {"kv_heads": 3},
-    "`head_width` is 7": lambda: {"head_width": 7},
-    "`query_key_norm` is `some`": lambda: {"query_key_norm": "some"},
-    "`share` is 0.1, and 1 of 12 numbers": lambda: turned(share=0.1),
-    "`base` is 0.5": lambda: turned(base=0.5),
-    "`share` is 1.5": lambda: turned(share=1.5),
-    "`scaling` is `more`": lambda: turned(scaling="more"),
-    "`factor` does not apply to the scaling `none`": lambda: turned(factor=2.0),
-    "`original_ctx` does not apply to the scaling `linear`": lambda: turned(
-        scaling="linear", factor=2.0, original_ctx=8
-    ),
-    "the scaling `yarn` needs `original_ctx`": lambda: turned(scaling="yarn", factor=2.0),
-    "`low` is 4.0, and `high` is 4.0": lambda: turned(
-        scaling="llama3", factor=2.0, original_ctx=8, low=4.0
-    ),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_shape_or_angle_that_cannot_be_is_refused(message, monkeypatch):
-    def make():
-        monkeypatch.setitem(SHAPES, "refused", REFUSED[message]())
-        model_config("refused")
-
+@pytest.mark.parametrize(
+    ("message", "fields", "angles"),
+    [
+        ("3 heads of keys do not divide 4", {"kv_heads": 3}, {}),
+        ("`head_width` is 7", {"head_width": 7}, {}),
+        ("`query_key_norm` is `some`", {"query_key_norm": "some"}, {}),
+        ("`share` is 0.1, and 1 of 12 numbers", {}, {"share": 0.1}),
+        ("`base` is 0.5", {}, {"base": 0.5}),
+        ("`share` is 1.5", {}, {"share": 1.5}),
+        ("`scaling` is `more`", {}, {"scaling": "more"}),
+        ("`factor` does not apply to the scaling `none`", {}, {"factor": 2.0}),
+        (
+            "`original_ctx` does not apply to the scaling `linear`",
+            {},
+            LONGER | {"scaling": "linear"},
+        ),
+        ("the scaling `yarn` needs `original_ctx`", {}, {"scaling": "yarn", "factor": 2.0}),
+        ("`low` is 4.0, and `high` is 4.0", {}, LONGER | {"scaling": "llama3", "low": 4.0}),
+    ],
+)
+def test_shape_or_angle_that_cannot_be_is_refused(message, fields, angles):
     with pytest.raises(ArbError) as caught:
-        make()
+        model_config("plain", fields | {"rotary": RotaryConfig(**angles)})
     assert str(caught.value).startswith(message)
     assert caught.value.hint
