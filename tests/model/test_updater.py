@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.presets import preset
 from arbcli.inspect.trace import LiveTensors
 from arbcli.kernels.codec.packing import unpack_trits
@@ -31,6 +32,7 @@ from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX, blend_gains, fix
 from arbcli.model.step_parameters import ROW_CLIP
 from arbcli.model.updater import Updater
 
+KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 COMBINATIONS = [
     (rule, direction)
     for rule in RULES
@@ -38,13 +40,28 @@ COMBINATIONS = [
 ]
 
 
-def build(rule: str, direction: str | None, device, shape=(33, 123), digits="trit"):
+def spec_of(rule: str, direction: str | None, digits: str = "trit") -> LayerSpec:
     given = {"direction": direction} if direction else {}
-    config = preset("tiny", rule=rule, digits=digits, **given)
-    with torch.device(device):
-        tensor = TernaryTensor(*shape, config.layer_spec(), area="mlp", std=0.1)
+    return preset("tiny", rule=rule, digits=digits, **given).layer_spec()
+
+
+def matrix(rows: int, columns: int, spec: LayerSpec, **options) -> TernaryTensor:
+    return TernaryTensor(rows, columns, spec, area="mlp", std=0.1, **options)
+
+
+def updater_of(*tensors: TernaryTensor) -> Updater:
+    return Updater(tensors, seed=3, dtype=torch.float32)
+
+
+def begun(tensor: TernaryTensor) -> tuple[TernaryTensor, Updater]:
     tensor.initialise(seed=0, index=0)
-    return tensor, Updater([tensor], seed=3, dtype=torch.float32), config
+    return tensor, updater_of(tensor)
+
+
+def build(rule: str, direction: str | None, device, shape=(33, 123), digits="trit"):
+    with torch.device(device):
+        tensor = matrix(*shape, spec_of(rule, direction, digits))
+    return begun(tensor)
 
 
 def gradient(device, step: int = 0, shape=(33, 123)) -> torch.Tensor:
@@ -63,7 +80,7 @@ def z_of(tensor: TernaryTensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulation):
-    _, updater, _ = build("moment", "factored", "cpu")
+    _, updater = build("moment", "factored", "cpu")
     updater.weight_decay = 0.3
     ((factor, radix, *_),) = updater._paces
     steps = range(2**20 - 3, 2**20 + 60)
@@ -100,7 +117,7 @@ def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulati
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
 def test_update_steps_against_the_gradient(rule, direction, device):
     """And makes another version of it each time: what was decoded, or found out, is of one."""
-    tensor, updater, _ = build(rule, direction, device)
+    tensor, updater = build(rule, direction, device)
     before, versions = tensor.weight().float(), {tensor.version}
     grad = gradient(device)
     for step in range(10):
@@ -119,11 +136,11 @@ def test_update_steps_against_the_gradient(rule, direction, device):
 def test_bad_gradient_changes_nothing(kind, rule, direction, bad, device):
     """Of one number that is not finite, or all of it too small or too large."""
     if kind == "table":
-        tensor, updater, _ = table_of(rule, direction)
+        tensor, updater = table_of(rule, direction)
         where = (touched(2),)
         good, grad = (torch.randn(len(where[0].rows), DIM) for _ in range(2))
     else:
-        (tensor, updater, _), where = build(rule, direction, device), ()
+        (tensor, updater), where = build(rule, direction, device), ()
         good, grad = gradient(device), gradient(device, 1)
     if math.isfinite(bad):
         grad.fill_(bad)
@@ -199,13 +216,17 @@ SPECTRA = {
 }
 
 
-@pytest.mark.parametrize("spectrum", SPECTRA)
-def test_no_spectrum_is_too_uneven_for_inverses(spectrum):
-    n, m = 96, 160
+def with_spectrum(spectrum: str, n: int, m: int) -> torch.Tensor:
+    """Make a matrix (n, m) with these singular values."""
     rows, columns = (
         torch.linalg.qr(gradient("cpu", seed, (size, n)))[0] for seed, size in enumerate((n, m))
     )
-    polar = approximate_polar(rows * SPECTRA[spectrum](n) @ columns.T)
+    return rows * SPECTRA[spectrum](n) @ columns.T
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_no_spectrum_is_too_uneven_for_inverses(spectrum):
+    polar = approximate_polar(with_spectrum(spectrum, 96, 160))
     assert torch.linalg.matrix_norm(polar, 2) < 1.2
 
 
@@ -217,11 +238,7 @@ def test_composed_steps_in_bf16_lose_no_more_than_single_steps(
     spectrum, transposed, device, monkeypatch
 ):
     """Without a restart, small singular values grow beyond all bounds."""
-    n, m = 96, 288
-    rows, columns = (
-        torch.linalg.qr(gradient("cpu", seed, (size, n)))[0] for seed, size in enumerate((n, m))
-    )
-    grad = (rows * SPECTRA[spectrum](n) @ columns.T).bfloat16().to(device)
+    grad = with_spectrum(spectrum, 96, 288).bfloat16().to(device)
     grad = grad.mT if transposed else grad
     errors, expected = {}, iterated(grad)
     for least in (0, 2**62):
@@ -267,8 +284,8 @@ def test_gain_of_a_blend_has_ten_bits(factor):
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
 def test_scales_step_once_along_the_slopes_of_all_micro_batches(rule, device):
     """By as much as along a single slope, though the slopes cancel in part."""
-    tensor, updater, _ = build(rule, "sign", device)
-    alone, updater_alone, _ = build(rule, "sign", device)
+    tensor, updater = build(rule, "sign", device)
+    alone, updater_alone = build(rule, "sign", device)
     grads = [gradient(device, micro) for micro in range(4)]
     before = {name: getattr(tensor, name).clone() for name in ("exponent", "fraction")}
     for micro, grad in enumerate(grads):
@@ -290,7 +307,7 @@ def test_boost_restores_the_moment_of_gradients_that_cancel(rule, device):
     """Within 3/4, where 1 / sqrt(16) would remain; equal gradients are not boosted."""
     squares = {}
     for kind, accumulation in (("apart", 1), ("apart", 16), ("equal", 16)):
-        tensor, updater, _ = build(rule, "sign", device)
+        tensor, updater = build(rule, "sign", device)
         numbers = iter(range(1000))
         for step in range(12):
             equal = gradient(device, next(numbers))
@@ -310,7 +327,7 @@ def test_boost_restores_the_moment_of_gradients_that_cancel(rule, device):
 
 def test_moment_decays_before_a_late_gradient_and_weights_step_after_it():
     """The late one has no share of the step."""
-    tensor, updater, _ = build("moment", "sign", "cpu")
+    tensor, updater = build("moment", "sign", "cpu")
     updater.begin(0, 1.0)
     updater(tensor, gradient("cpu"))
     moment_before, z = tensor.moment.float(), z_of(tensor)
@@ -337,10 +354,10 @@ def test_micro_batches_weigh_by_their_counts(rule, kind, counts, monkeypatch):
     A moment of zero takes gradients with the largest boost.
     """
     if kind == "stack":
-        tensor, updater, _ = stack_of(rule, "sign")
+        tensor, updater = stack_of(rule, "sign")
         where = (range(EXPERTS),)
     else:
-        (tensor, updater, _), where = build(rule, "sign", "cpu", (EXPERTS * HEIGHT, DIM)), ()
+        (tensor, updater), where = build(rule, "sign", "cpu", (EXPERTS * HEIGHT, DIM)), ()
     tensor.exponent.zero_()
     tensor.fraction.fill_(64)
     sizes = []
@@ -378,10 +395,7 @@ ROWS = torch.tensor([2, 5, 11, 12, 30, 39])
 
 
 def table_of(rule: str, direction: str | None):
-    config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
-    table = TableWeight(40, DIM, config.layer_spec(), area="sequencer")
-    table.initialise(seed=0, index=0)
-    return table, Updater([table], seed=3, dtype=torch.float32), config
+    return begun(TableWeight(40, DIM, spec_of(rule, direction), area="sequencer"))
 
 
 def touched(slots_of_a_row: int) -> TouchedRows:
@@ -413,12 +427,12 @@ def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkey
     Else what is multiplied by the share differs in its last bit, and so a few random roundings.
     """
     monkeypatch.setattr(step_parameters, "STEP_CLIP", ROW_CLIP)
-    table, updater, config = table_of(rule, direction)
-    compact = TernaryTensor(len(ROWS), DIM, config.layer_spec(), area="mlp", std=0.1)
+    table, updater = table_of(rule, direction)
+    compact = matrix(len(ROWS), DIM, spec_of(rule, direction))
     for name, buffer in compact.named_buffers():
         of_all = getattr(table, name)
         buffer.copy_(of_all if name == "column_statistic" else of_all[ROWS])
-    alone = Updater([compact], seed=3, dtype=torch.float32)
+    alone = updater_of(compact)
     where = touched(slots)
     assert len(where.rows) == min(40, slots * len(ROWS))
     for step in range(2):
@@ -434,7 +448,7 @@ def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkey
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("rule", ["moment", "carry"])
 def test_most_read_row_steps_no_further(rule, accumulation):
-    table, updater, _ = table_of(rule, "orthogonal")
+    table, updater = table_of(rule, "orthogonal")
     where, grad = touched(2), gradient("cpu", 0, (len(ROWS), DIM))
     grad[1] *= 1000
 
@@ -454,12 +468,7 @@ EXPERTS, HEIGHT = 3, 14
 
 
 def stack_of(rule: str, direction: str | None):
-    config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
-    stack = TernaryTensor(
-        EXPERTS * HEIGHT, DIM, config.layer_spec(), area="mlp", std=0.1, matrices=EXPERTS
-    )
-    stack.initialise(seed=0, index=0)
-    return stack, Updater([stack], seed=3, dtype=torch.float32), config
+    return begun(matrix(EXPERTS * HEIGHT, DIM, spec_of(rule, direction), matrices=EXPERTS))
 
 
 def test_few_large_slopes_step_their_scales_as_far_in_several_micro_batches():
@@ -468,9 +477,9 @@ def test_few_large_slopes_step_their_scales_as_far_in_several_micro_batches():
     grad[5] *= 1000
     moved = []
     for accumulation in (1, 2, 4):
-        tensor = TernaryTensor(64, DIM, preset("tiny").layer_spec(), area="mlp")
+        tensor = matrix(64, DIM, preset("tiny").layer_spec())
         tensor.fill(1)
-        updater = Updater([tensor], seed=3, dtype=torch.float32)
+        updater = updater_of(tensor)
         for micro in range(accumulation):
             updater.begin(0, 8.0, micro, accumulation)
             updater(tensor, grad.clone())
@@ -483,14 +492,13 @@ def test_few_large_slopes_step_their_scales_as_far_in_several_micro_batches():
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
 def test_single_row_of_a_stack_steps_as_far_in_several_micro_batches(rule):
     """Its direction is 8 RMS values of the matrix, and its step is limited to 4."""
-    config = preset("tiny", rule=rule, direction="factored")
     rows, moved = 64, []
     grad = torch.zeros(1, rows, DIM)
     grad[0, 5] = 1.0
     for accumulation in (1, 2, 4):
-        stack = TernaryTensor(2 * rows, DIM, config.layer_spec(), area="mlp", matrices=2)
+        stack = matrix(2 * rows, DIM, spec_of(rule, "factored"), matrices=2)
         stack.fill(0)
-        updater = Updater([stack], seed=3, dtype=torch.float32)
+        updater = updater_of(stack)
         for micro in range(accumulation):
             updater.begin(0, 1.0, micro, accumulation)
             updater(stack, grad, range(1))
@@ -503,14 +511,12 @@ def test_single_row_of_a_stack_steps_as_far_in_several_micro_batches(rule):
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
 def test_stacked_matrices_step_as_separate_ones(rule, direction):
     """One has no gradient in the second step; products of a stack may round differently."""
-    stack, updater, config = stack_of(rule, direction)
-    separate = [
-        TernaryTensor(HEIGHT, DIM, config.layer_spec(), area="mlp", std=0.1) for _ in range(EXPERTS)
-    ]
+    stack, updater = stack_of(rule, direction)
+    separate = [matrix(HEIGHT, DIM, spec_of(rule, direction)) for _ in range(EXPERTS)]
     for index, tensor in enumerate(separate):
         for name, buffer in tensor.named_buffers():
             buffer.copy_(stack.matrix(index)[name])
-    alone = Updater(separate, seed=3, dtype=torch.float32)
+    alone = updater_of(*separate)
     for step in range(3):
         grads = gradient("cpu", step, (EXPERTS, HEIGHT, DIM))
         if step == 1:
@@ -539,8 +545,8 @@ def test_rows_and_stacked_matrices_step_by_a_share_with_every_micro_batch(rule):
     """Together as far as one step, for a gradient that stays the same."""
     moved = {"rows": [], "stack": []}
     for parts in (1, 4):
-        table, of_table, _ = table_of(rule, "sign")
-        stack, of_stack, _ = stack_of(rule, "sign")
+        table, of_table = table_of(rule, "sign")
+        stack, of_stack = stack_of(rule, "sign")
         where = touched(1)
         begun = z_of(table)[ROWS], z_of(stack)
         for tensor in (table, stack):
@@ -574,7 +580,7 @@ def test_slopes_of_all_of_a_loss_move_scales_as_its_gradient_does(kind, parts):
     """Found beforehand, for the matrices of a stack and for rows of a table, each its own."""
     states = []
     for routed in (False, True):
-        tensor, updater, _ = (stack_of if kind == "stack" else table_of)("moment", "sign")
+        tensor, updater = (stack_of if kind == "stack" else table_of)("moment", "sign")
         if kind == "stack":
             grads = gradient("cpu", 3, (EXPERTS, HEIGHT, DIM))
             given = [(grads[part.start : part.stop], part) for part in parts]
@@ -596,7 +602,7 @@ def test_slopes_of_all_of_a_loss_move_scales_as_its_gradient_does(kind, parts):
 
 
 def test_scales_without_a_slope_stay():
-    stack, updater, _ = stack_of("moment", "sign")
+    stack, updater = stack_of("moment", "sign")
     grads, before = gradient("cpu", 3, (EXPERTS, HEIGHT, DIM)), state(stack)
     updater.begin(0, lr=1.0)
     with updater.finding_slopes(frozenset({stack.area})):
@@ -619,10 +625,10 @@ def test_gradients_that_are_held_give_the_same_bits(rule, direction, digits, dev
     """Of every rule, `votes` too, which waits for nothing, and in two micro-batches of a step."""
     states = []
     for held_bytes in (0, 2**20):
-        with use_backend("triton" if device.type == "cuda" else "interpreter"):
+        with use_backend(KERNELS):
             rules = zip(itertools.cycle(rule.split()), SHAPES, strict=False)
             built = [build(name, direction, device, shape, digits) for name, shape in rules]
-            tensors = [tensor for tensor, _, _ in built]
+            tensors = [tensor for tensor, _ in built]
             updater = Updater(tensors, 3, torch.float32, held_bytes)
             updater.set_step(0, 1.0, accumulation=2)
             for micro in range(2):
@@ -639,8 +645,8 @@ def test_gradients_that_are_held_give_the_same_bits(rule, direction, digits, dev
 
 
 def test_held_gradients_of_an_aborted_step_are_dropped(device):
-    with use_backend("triton" if device.type == "cuda" else "interpreter"):
-        tensor, _, _ = build("moment", "factored", device)
+    with use_backend(KERNELS):
+        tensor, _ = build("moment", "factored", device)
         updater, before = Updater([tensor], 3, torch.float32, 2**20), state(tensor)
         updater.begin(0, lr=1.0)
         updater(tensor, gradient(device))
@@ -655,18 +661,9 @@ def test_small_matrices_of_a_stack_step_together_with_the_same_bits(device, monk
     monkeypatch.setattr(merged_launches, "merge_launches", lambda *x: (merged.append(0), run(*x)))
     for held_bytes, large in ((0, HEIGHT * DIM), (2**20, 2**22), (2**20, HEIGHT * DIM)):
         monkeypatch.setattr(update, "LARGE_ELEMENTS", large)
-        with use_backend("triton" if device.type == "cuda" else "interpreter"):
-            config = preset("tiny", rule="moment", direction="factored")
+        with use_backend(KERNELS):
             with torch.device(device):
-                stack = TernaryTensor(
-                    EXPERTS * HEIGHT,
-                    DIM,
-                    config.layer_spec(),
-                    area="mlp",
-                    std=0.1,
-                    matrices=EXPERTS,
-                )
-            stack.initialise(seed=0, index=0)
+                stack, _ = stack_of("moment", "factored")
             updater = Updater([stack], 3, torch.float32, held_bytes)
             merged.clear()
             updater.begin(0, lr=1.0)
@@ -683,9 +680,9 @@ def test_small_matrices_of_a_stack_step_together_with_the_same_bits(device, monk
 
 
 def test_held_gradients_step_when_their_memory_is_full(device):
-    with use_backend("triton" if device.type == "cuda" else "interpreter"):
+    with use_backend(KERNELS):
         built = [build("moment", "factored", device, (4, 40)) for _ in range(3)]
-        tensors = [tensor for tensor, _, _ in built]
+        tensors = [tensor for tensor, _ in built]
         updater = Updater(tensors, 3, torch.float32, 2 * 4 * 40 * 4)
         updater.begin(0, lr=1.0)
         before = [state(tensor) for tensor in tensors]
@@ -738,25 +735,17 @@ def test_moments_are_orthogonalised_as_the_floats_that_they_equal(dtype, device)
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
 def test_chunks_of_a_head_step_as_matrices_of_their_own(rule, direction, device, monkeypatch):
     monkeypatch.setattr(symbols, "MOST_AT_ONCE", 64)
-    config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
+    spec = spec_of(rule, direction)
     parts = [slice(0, 64), slice(64, 128), slice(128, 150)]
     with torch.device(device):
-        head = SymbolWeight(150, 40, config.layer_spec(), area="head")
-        alone = [
-            TernaryTensor(
-                part.stop - part.start,
-                40,
-                config.layer_spec(),
-                area="head",
-                lr_factor=head.lr_factor,
-            )
-            for part in parts
-        ]
+        head = SymbolWeight(150, 40, spec, area="head")
+        about = {"area": "head", "lr_factor": head.lr_factor}
+        alone = [TernaryTensor(part.stop - part.start, 40, spec, **about) for part in parts]
     head.initialise(seed=0, index=0)
     for index, tensor in enumerate(alone):
         for name, part in head.matrix(index).items():
             getattr(tensor, name).copy_(part)
-    together, apart = (Updater(tensors, seed=3, dtype=torch.float32) for tensors in ([head], alone))
+    together, apart = updater_of(head), updater_of(*alone)
     for step in range(2):
         for updater in (together, apart):
             updater.set_step(step, 1.0, 2)
@@ -782,7 +771,7 @@ def test_update_does_not_depend_on_the_size_of_the_gradient(rule, direction, siz
     """Times a power of two, as long as the sum of squares is in range, nearly all is the same."""
     states = []
     for factor in (1.0, size):
-        tensor, updater, _ = build(rule, direction, device)
+        tensor, updater = build(rule, direction, device)
         updater.begin(0, lr=1.0)
         updater(tensor, gradient(device) * 1e3 * factor)
         assert updater.counters()["refused"] == 0
