@@ -6,7 +6,6 @@ import pytest
 import torch
 from cells import Cell
 
-from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.kernels.runtime.backend import use_backend
@@ -39,11 +38,7 @@ def test_parts_add_a_share_and_blocks_end_within_the_bound(streams):
     assert small.max() <= 0.501
 
 
-def test_configuration_is_kept_and_wrong_numbers_are_refused():
+def test_configuration_is_kept():
     config = model(4, contribution=0.25, bound=3.0)
     assert not config.main.adds_plainly
     assert config_from_dict(asdict(config)) == config
-    for field, value in (("contribution", 0.0), ("contribution", 1.5), ("bound", 0.0)):
-        with pytest.raises(ArbError, match=f"`{field}` is {value}") as caught:
-            model(1, **{field: value})
-        assert caught.value.fields == (field,)

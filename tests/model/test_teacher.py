@@ -168,8 +168,6 @@ def test_teacher_of_other_symbols_is_refused(taught, tmp_path):
     model = dataclasses.replace(config.model, vocabulary=SMALL)
     with pytest.raises(ArbError, match="256 symbols"):
         read_teacher(dataclasses.replace(config, model=model))
-    with pytest.raises(ArbError, match="a float baseline has no teacher"):
-        new_config(**settings | {"weights": "float", "digits": "trit"})
     with pytest.raises(ArbError, match="nowhere"):
         read_teacher(new_config(**settings | {"teacher": "nowhere"}))
 

@@ -1,16 +1,12 @@
 """Models of tokens: vocabularies of other sizes than that of bytes."""
 
-import dataclasses
-
 import pytest
 import torch
 from references import dense_gradients
 
-from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.presets import PRESETS
 from arbcli.inspect.memory import predict_parts
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
@@ -34,24 +30,6 @@ def build(vocabulary: int, dtype=torch.float32, recompute=False, **options):
 
 def text(vocabulary: int) -> torch.Tensor:
     return torch.randint(vocabulary, (3, CTX + 1), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("vocabulary", [0, 1, 2**20 + 1, 256.0, True])
-def test_vocabulary_that_no_model_has_is_refused(vocabulary):
-    with pytest.raises(ArbError, match="vocabulary"):
-        model_config(vocabulary)
-
-
-@pytest.mark.parametrize("name", ["hnet-tiny", "arb-tiny"])
-def test_part_that_reads_bytes_is_refused_with_tokens(name):
-    config = PRESETS[name]
-    if name == "hnet-tiny":
-        (first, *others) = config.stages
-        chunking = dataclasses.replace(first.chunking, boundaries="space")
-        stages = (dataclasses.replace(first, chunking=chunking), *others)
-        config = dataclasses.replace(config, stages=stages)
-    with pytest.raises(ArbError, match=f"reads bytes, and the model has {SMALL} symbols"):
-        dataclasses.replace(config, vocabulary=SMALL)
 
 
 @pytest.mark.parametrize("tied", [False, True])

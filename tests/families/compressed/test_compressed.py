@@ -7,7 +7,6 @@ import torch
 from handed import chosen_by, handed
 from references import assert_agrees, logits_in_parts
 
-from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
 from arbcli.families.compressed.kernels.choose_entries import choose_entries
 from arbcli.families.compressed.kernels.compressed_attention import Sight, compressed_attention
@@ -134,19 +133,6 @@ def test_sink_without_entries_takes_all_weight():
 def test_options_agree_with_their_reference(small_compressed, device):
     config = model(small_compressed, **MEANS_AND_GAINS | {"kv_heads": 2}).config
     assert_agrees(replace(config, norm_gain=True), device, "bits")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"kv_heads": 3}, "do not divide"), ({"head_width": 3}, "`head_width` is 3"),
-        ({"ratios": (4, 1)}, "`ratios`"), ({"rotary": 40}, "40 cannot be rotated"),
-        ({"index_width": 6}, "`index_width` is 6"),
-    ],
-)  # fmt: skip
-def test_shapes_that_do_not_fit_are_refused(options, said, small_compressed):
-    with pytest.raises(ArbError, match=said):
-        model(small_compressed, **options)
 
 
 WIDE = {"heads": 128, "head_width": 512, "kv_heads": 1, "rotary": 64}

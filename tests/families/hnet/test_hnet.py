@@ -5,7 +5,6 @@ import torch
 from references import logits_in_parts, reference_logits
 from torch.nn import functional
 
-from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import NORM_EPS
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
@@ -151,20 +150,3 @@ def test_too_many_chunks_join_the_last_and_are_counted():
     lm.losses(ids, ids)
     assert lm.gauges() == {"chunk_length": 8.0, "joined": 9 / 12}
     assert [part.sum().item() for part in chunk_starts(lm, ids)] == [3]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"chunk_length": (3, 3)}, "`chunk_length` has numbers for 2 stages, and `outer_dim`"),
-        ({"chunk_length": 1}, "`chunk_length` is 1"),
-        ({"boundaries": "words"}, "`boundaries` is `words`"),
-        ({"window": 0}, "`window` is 0"),
-        ({"outer_heads": 5}, "5 heads do not divide a width of 24"),
-        (TWO_STAGES | {"boundaries": "space"}, "chunks of chunks have no spaces"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_configuration_that_does_not_fit_is_refused(options, words):
-    with pytest.raises(ArbError, match=words):
-        config(**options)

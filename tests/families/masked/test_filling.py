@@ -1,14 +1,11 @@
 """Holes that come after both of their sides: windows, losses, and the models that fill them."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
-from arbcli.families.ahead.config import AheadConfig
 from arbcli.families.masked.filling import EXTRA, LEAD, cut, lay_out, led_in
 from arbcli.families.masked.holes import fill_in_order
 from arbcli.generation.sampling import Sampling
@@ -102,20 +99,3 @@ def test_holes_are_filled_one_after_another():
         text += [*given[-length:], *part]
     greedy = Sampling(temperature=0)
     assert fill_in_order(lm, parts, length, greedy, "torch") == text
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"ahead": AheadConfig(positions=2, width=8)}, "`ahead`, which does not support holes"),
-        ({"tied": True}, "`tied`, which does not support holes"),
-        ({"ctx": 7}, "`ctx` is 7"),
-        ({"vocabulary": 5, "ctx": 25}, "`ctx` is 25"),
-    ],
-)
-def test_settings_that_do_not_support_holes_are_refused(change, why):
-    with pytest.raises(ArbError, match=why) as refusal:
-        replace(preset("tiny", objective="fill"), **change)
-    assert "\n" not in str(refusal.value)
-    with pytest.raises(ArbError, match="`experts`, which does not support holes"):
-        preset("tiny", objective="fill", experts=3, moe_gate="hash")

@@ -1,10 +1,9 @@
-"""Attention of shapes that kernels have not, and kernels by other angles and widths."""
+"""Attention of shapes that kernels have not, and its cache in eight bits."""
 
 import pytest
 import torch
 from references import assert_agrees, logits_in_parts
 
-from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
@@ -107,30 +106,3 @@ def test_other_shapes_than_those_of_kernels_take_plain_operations():
         models = {name: build_model(model_config(name), torch.float32) for name in SHAPES}
     fitting = {name for name, model in models.items() if model.blocks[0].attention.fits_kernels}
     assert fitting == {*KERNELS, "output bias"}
-
-
-@pytest.mark.parametrize(
-    ("message", "fields", "angles"),
-    [
-        ("3 heads of keys do not divide 4", {"kv_heads": 3}, {}),
-        ("`head_width` is 7", {"head_width": 7}, {}),
-        ("`query_key_norm` is `some`", {"query_key_norm": "some"}, {}),
-        ("`share` is 0.1, and 1 of 12 numbers", {}, {"share": 0.1}),
-        ("`base` is 0.5", {}, {"base": 0.5}),
-        ("`share` is 1.5", {}, {"share": 1.5}),
-        ("`scaling` is `more`", {}, {"scaling": "more"}),
-        ("`factor` does not apply to the scaling `none`", {}, {"factor": 2.0}),
-        (
-            "`original_ctx` does not apply to the scaling `linear`",
-            {},
-            LONGER | {"scaling": "linear"},
-        ),
-        ("the scaling `yarn` needs `original_ctx`", {}, {"scaling": "yarn", "factor": 2.0}),
-        ("`low` is 4.0, and `high` is 4.0", {}, LONGER | {"scaling": "llama3", "low": 4.0}),
-    ],
-)
-def test_shape_or_angle_that_cannot_be_is_refused(message, fields, angles):
-    with pytest.raises(ArbError) as caught:
-        model_config("plain", fields | {"rotary": RotaryConfig(**angles)})
-    assert str(caught.value).startswith(message)
-    assert caught.value.hint
