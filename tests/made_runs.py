@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.config.training import TrainConfig, train_config_dict
 from arbcli.model.checkpoint import Checkpoint
@@ -28,6 +29,12 @@ def read_records(run: Path) -> list[dict]:
     """Read the records of a run, without what differs from run to run."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS} for line in lines]
+
+
+def model_of(options: dict, **others) -> ModelConfig:
+    """Configure the model of a run with some options, a preset among them."""
+    given = {name: value for name, value in options.items() if name != "batch"} | others
+    return preset(given.pop("preset"), **given)
 
 
 def observer_with(**methods: Callable) -> Observer:

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from made_runs import model_of
 
 from arbcli.config.presets import preset
 from arbcli.kernels.codec.packing import unpack_trits
@@ -18,8 +19,7 @@ beyond 32.5 of 80 and of 16, 16.5 of 40 and of 8, or 7.5 of 17.5 and of 3.5, in 
 
 
 def build(seed: int = 0, **options):
-    options = {k: v for k, v in options.items() if k != "batch"}
-    return build_model(preset(options.pop("preset"), **options), torch.float32, seed=seed)
+    return build_model(model_of(options), torch.float32, seed=seed)
 
 
 @pytest.mark.parametrize("weights", ["ternary", "float"])

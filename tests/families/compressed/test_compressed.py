@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from handed import chosen_by, handed
+from made_runs import model_of
 from references import assert_agrees, logits_in_parts
 
 from arbcli.config.presets import preset
@@ -25,8 +26,7 @@ def model(small_compressed, **options) -> LanguageModel:
     With equal ones many sums of products are zero but for their rounding. What is chosen by them
     depends on the order of additions, which processors do not share.
     """
-    given = {key: value for key, value in small_compressed.items() if key != "batch"} | options
-    lm = build_model(preset(given.pop("preset"), **given | {"scale_type": "T4"}), torch.float32)
+    lm = build_model(model_of(small_compressed, **options, scale_type="T4"), torch.float32)
     lm.initialise(0)
     generator = torch.Generator().manual_seed(0)
     for weight in lm.weights().values() if lm.config.weights == "ternary" else ():
@@ -102,8 +102,7 @@ def test_byte_is_seen_through_its_entry_once_that_is_complete(small_compressed):
 
 
 def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
-    given = {key: value for key, value in small_compressed.items() if key != "batch"}
-    config = preset(given.pop("preset"), **given | {"dim": 48, "ffn": 48, "ratios": (3,)})
+    config = model_of(small_compressed, dim=48, ffn=48, ratios=(3,))
     lm = build_model(config, torch.float32, fp8=True)
     lm.initialise(0)
     indexer = lm.blocks[0].attention.indexer

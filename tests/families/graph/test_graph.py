@@ -10,10 +10,10 @@ from graph_parts import (
     model,
     text,
 )
+from made_runs import model_of
 from references import assert_agrees, logits_in_parts, reference_logits
 from torch.nn.functional import cross_entropy
 
-from arbcli.config.presets import preset
 from arbcli.families.compressed.config import CompressedAttentionConfig
 from arbcli.model import decoding
 from arbcli.model.build import build_model
@@ -90,8 +90,7 @@ def test_indexers_before_and_after_the_memories_learn(device):
 
 
 def test_steps_by_kernels_give_the_logits_of_steps_by_parts(small_graph, monkeypatch):
-    given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
-    lm = build_model(preset("arb-tiny", **given), torch.bfloat16)
+    lm = build_model(model_of(small_graph), torch.bfloat16)
     lm.initialise(0)
     lm.embedding.weight.exponent -= 4  # so what blocks add counts, and so do their norms
     ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(0))
