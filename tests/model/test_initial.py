@@ -32,23 +32,6 @@ def test_built_model_has_the_weights_of_its_seed(weights):
         assert all(torch.equal(built[name], part) for name, part in expected.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    "config",
-    [preset("tiny"), preset("tiny", weights="float"), preset("hnet-tiny"), preset("arb-tiny")],
-    ids=["dense", "float", "hnet", "graph"],
-)
-def test_first_weights_do_not_depend_on_the_order_of_modules(config):
-    model, reversed_model = (build_model(config, torch.float32) for _ in range(2))
-    for module in reversed_model.modules():
-        module._modules = dict(reversed(module._modules.items()))
-    assert [*reversed_model.weights()] != [*model.weights()]
-    for lm in (model, reversed_model):
-        lm.initialise(3)
-    expected, reversed_state = model.state_dict(), reversed_model.state_dict()
-    assert reversed_state.keys() == expected.keys()
-    assert all(torch.equal(reversed_state[name], tensor) for name, tensor in expected.items())
-
-
 def test_module_that_declares_no_order_of_its_weights_is_refused():
     model = build_model(preset("tiny"), torch.float32)
     model.add_module("more", torch.nn.ModuleDict({"a": model.norm, "b": model.embedding}))

@@ -18,26 +18,6 @@ from arbcli.verify.reference import Reference
 from arbcli.verify.update_reference import reference_weight
 
 
-def factors(**given) -> dict[str, float]:
-    with torch.device("meta"):
-        model = build_model(preset("tiny", layers=1, heads=2, ffn=32, **given), torch.float32)
-    return {
-        name: part.lr_factor
-        for name, part in model.named_modules()
-        if isinstance(part, TernaryTensor) and not part.frozen
-    }
-
-
-@pytest.mark.parametrize(("direction", "inner"), [("factored", 0.5), ("sign", 0.5), (None, 1)])
-def test_wide_model_takes_smaller_steps(direction, inner):
-    """At four times the width of `small`: half of its steps where elements of a step are alike."""
-    lr_factors = factors(dim=1536, direction=direction)
-    assert lr_factors.pop("embedding.weight") == 1
-    assert lr_factors.pop("head.weight") == 0.125
-    assert set(lr_factors.values()) == {inner}
-    assert len(lr_factors) == 4
-
-
 def test_tensor_steps_by_its_factor(tensor_steps):
     whole, half = tensor_steps(1.0, 1.0), tensor_steps(1.0, 0.5)
     other = tensor_steps(0.5, 1.0)

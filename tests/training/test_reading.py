@@ -72,19 +72,6 @@ def test_each_micro_batch_is_drawn_once_and_from_the_right_text(options, monkeyp
         assert call.kwargs | about | {"step": step, "micro": micro} == call.kwargs
 
 
-def test_model_is_measured_on_the_held_out_text_alone(options, monkeypatch):
-    trainer = trainer_of(options)
-    seen, loss = [], trainer.model.loss
-    trainer.model.loss = lambda *pair: seen.append(pair) or loss(*pair)
-    average = trainer.evaluate()
-    assert len(seen) == trainer.num_evaluation_batches
-    for ids, targets in seen:
-        assert set(ids.flatten().tolist()) | set(targets.flatten().tolist()) <= set(VAL)
-    with torch.no_grad():
-        expected = sum(float(loss(*pair)) for pair in seen) / len(seen)
-    assert average == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize("objective", ["next", "masked"])
 def test_held_out_windows_do_not_depend_on_the_size_of_micro_batches(options, objective):
     def held_out(batch: int, accum: int) -> tuple[float, list[list[int]]]:

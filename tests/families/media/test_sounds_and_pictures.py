@@ -229,22 +229,6 @@ def test_size_of_webp_is_that_of_its_pixels(mode, lossless, more, tmp_path):
         assert content.tell() == 0
 
 
-def test_bounded_file_is_a_file_until_its_bound(tmp_path):
-    (tmp_path / "a").write_bytes(bytes(range(200)))
-    with bounded.BoundedFile(tmp_path / "a", 150) as file:
-        assert file.read(100) == bytes(range(100))
-        assert file.seek(-5, 2) == 195
-        assert file.tell() == 195
-        assert (file.seek(-500, 1), file.seek(3)) == (0, 3)
-        assert not file.cut_by
-        assert file.read() == bytes(range(3, 53))
-        assert "150 bytes" in file.cut_by
-        assert file.read(1) == b""
-        file.allow(64)
-        assert file.read(1) == bytes([53])
-        assert file.read(1) == b""
-
-
 def test_folder_has_its_sounds_and_pictures_only_on_request(tmp_path):
     soundfile.write(tmp_path / "a.wav", tone(40), 8000)
     Image.fromarray(gradient(3, 3)).save(tmp_path / "b.png")
