@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from made_runs import model_of
+from states import assert_same
 
 from arbcli.config.presets import preset
 from arbcli.kernels.codec.packing import unpack_trits
@@ -28,8 +29,8 @@ def test_built_model_has_the_weights_of_its_seed(weights):
     for options, seed in (({}, 0), ({"seed": 7}, 7)):
         expected = build_model(config, torch.float32, seed=None)
         expected.initialise(seed)
-        built = build_model(config, torch.float32, **options).state_dict()
-        assert all(torch.equal(built[name], part) for name, part in expected.state_dict().items())
+        built = build_model(config, torch.float32, **options)
+        assert_same(built.state_dict(), expected.state_dict())
 
 
 def test_module_that_declares_no_order_of_its_weights_is_refused():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from references import decoded, dense_gradients
+from states import assert_same, state_of
 
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import checkpoint_path
@@ -129,7 +130,7 @@ def test_teacher_that_a_model_equals_diverges_by_nothing_and_stays(taught):
         Trainer(config, texts)
     trainer = Trainer(config, texts, teacher=saved.checkpoint)
     trainer.take_weights(load_checkpoint(checkpoint_path(run, 10)))
-    before = {name: part.clone() for name, part in trainer.teacher.state_dict().items()}
+    before = state_of(trainer.teacher)
     names = trainer.model.state_dict().keys() - before.keys()
     assert any("moment" in name for name in names)
     trainer.train_step()
@@ -137,8 +138,7 @@ def test_teacher_that_a_model_equals_diverges_by_nothing_and_stays(taught):
     for _ in range(config.steps - 1):
         trainer.train_step()
     assert float(trainer.loss_parts["teacher"]) > 1e-3
-    after = trainer.teacher.state_dict()
-    assert all(torch.equal(part, after[name]) for name, part in before.items())
+    assert_same(state_of(trainer.teacher), before)
 
 
 def test_run_with_a_teacher_resumes_to_the_same_bits_and_needs_that_teacher(taught, tmp_path):

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from states import assert_same, state_of
 
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.presets import preset
@@ -66,10 +67,6 @@ def build(rule: str, direction: str | None, device, shape=(33, 123), digits="tri
 def gradient(device, step: int = 0, shape=(33, 123)) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(shape, generator=generator).to(device) * 1e-3
-
-
-def state(tensor: TernaryTensor) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone() for name, buffer in tensor.named_buffers()}
 
 
 def z_of(tensor: TernaryTensor) -> torch.Tensor:
@@ -147,12 +144,11 @@ def test_bad_gradient_changes_nothing(kind, rule, direction, bad, device):
         grad[5, 7] = bad
     updater.begin(0, lr=1.0)
     updater(tensor, good, *where)
-    before = state(tensor)
+    before = state_of(tensor)
     updater.begin(1, lr=1.0)
     updater(tensor, grad, *where)
     updater.finish()
-    for name, buffer in tensor.named_buffers():
-        assert torch.equal(buffer, before[name]), name
+    assert_same(state_of(tensor), before)
     nonfinite = int(not math.isfinite(bad) or bad > 1)
     # rows that no byte chose are nothing to count
     counted = {"nonfinite_steps": nonfinite, "refused": int(kind == "matrix")}
@@ -271,7 +267,7 @@ def test_scales_step_once_along_the_slopes_of_all_micro_batches(rule, device):
     updater_alone(alone, grads[0])
     level, level_alone, old = (
         part["exponent"].float() * 128 + part["fraction"]
-        for part in (state(tensor), state(alone), before)
+        for part in (state_of(tensor), state_of(alone), before)
     )
     step = (level - old).square().mean().sqrt()
     assert step.item() == pytest.approx((level_alone - old).square().mean().sqrt().item(), rel=0.1)
@@ -289,12 +285,12 @@ def test_boost_restores_the_moment_of_gradients_that_cancel(rule, device):
             for micro in range(accumulation):
                 updater.begin(step, 0.0, micro, accumulation)
                 if micro == 0 and accumulation > 1:
-                    digits = tensor.rule.digits(state(tensor))["moment"][0].double()
+                    digits = tensor.rule.digits(state_of(tensor))["moment"][0].double()
                     ratio = tensor.rule.expected_square / max(1e-9, digits.square().mean().item())
                     wanted = min(max(ratio**2, 1), 4)
                     assert updater._boosts.item() / 256 == pytest.approx(wanted, abs=0.03)
                 updater(tensor, equal if kind == "equal" else gradient(device, next(numbers)))
-        moment_digits = tensor.rule.digits(state(tensor))["moment"][0].double()
+        moment_digits = tensor.rule.digits(state_of(tensor))["moment"][0].double()
         squares[kind, accumulation] = moment_digits.square().mean().item()
     assert 0.75 < (squares["apart", 16] / squares["apart", 1]) ** 0.5 < 1.1
     assert 0.9 < (squares["equal", 16] / squares["apart", 1]) ** 0.5 < 1.25
@@ -338,7 +334,7 @@ def test_micro_batches_weigh_by_their_counts(rule, kind, counts, monkeypatch):
     sizes = []
     step = moment.step_by_moment
     monkeypatch.setattr(moment, "step_by_moment", lambda *x: (sizes.append(int(x[5])), step(*x)))
-    digits = tensor.rule.digits(state(tensor))
+    digits = tensor.rule.digits(state_of(tensor))
     if "moment" in digits:
         held = tensor.remainder if rule == "nibble" else tensor.moment
         held.bitwise_and_(15) if rule == "nibble" else held.zero_()
@@ -355,7 +351,7 @@ def test_micro_batches_weigh_by_their_counts(rule, kind, counts, monkeypatch):
         assert moved.item() == pytest.approx(32 / 16 * (shares[0] - shares[1]), abs=0.1)
     elif kind == "whole":
         units = tensor.rule.blend_units
-        moment_digits = tensor.rule.digits(state(tensor))["moment"][0].float().mean()
+        moment_digits = tensor.rule.digits(state_of(tensor))["moment"][0].float().mean()
         wanted = units * (shares[0] - shares[1]) / sum(share**2 for share in shares) ** 0.5
         assert moment_digits.item() == pytest.approx(wanted, abs=0.12)
         assert len(sizes) == 1
@@ -459,7 +455,7 @@ def test_single_row_of_a_stack_steps_as_far_in_several_micro_batches(rule):
         for micro in range(accumulation):
             updater.begin(0, 1.0, micro, accumulation)
             updater(stack, grad, range(1))
-        low = stack.rule.digits(state(stack))["remainder"][0]
+        low = stack.rule.digits(state_of(stack))["remainder"][0]
         z = unpack_trits(stack.trits, DIM) * stack.rule.radix + low
         moved.append(-z[5].float().mean() / (stack.rule.radix * STEP_OF_RADIX))
     assert moved == pytest.approx([4.0] * 3, rel=0.1)
@@ -512,22 +508,22 @@ def test_slopes_of_all_of_a_loss_move_scales_as_its_gradient_does(kind, parts):
             where = touched(2)
             given = [(padded(gradient("cpu", 3, (len(ROWS), DIM)), where), where)]
         updater.begin(0, lr=1.0)
-        before = state(tensor)
+        before = state_of(tensor)
         if routed:
             with updater.finding_slopes(frozenset({tensor.area})):
                 for grad, where in given:
                     updater(tensor, grad, where)
-            assert all(torch.equal(part, before[name]) for name, part in state(tensor).items())
+            assert_same(state_of(tensor), before)
         for grad, where in given:
             updater(tensor, grad, where)
-        states.append(state(tensor))
+        states.append(state_of(tensor))
         assert not torch.equal(states[-1]["fraction"], before["fraction"])
-    assert all(torch.equal(part, states[1][name]) for name, part in states[0].items())
+    assert_same(*states)
 
 
 def test_scales_without_a_slope_stay():
     stack, updater = stack_of("moment", "sign")
-    grads, before = gradient("cpu", 3, (EXPERTS, HEIGHT, DIM)), state(stack)
+    grads, before = gradient("cpu", 3, (EXPERTS, HEIGHT, DIM)), state_of(stack)
     updater.begin(0, lr=1.0)
     with updater.finding_slopes(frozenset({stack.area})):
         updater(stack, grads[:2], range(2))
@@ -561,21 +557,20 @@ def test_gradients_that_are_held_give_the_same_bits(rule, direction, digits, dev
                     scale = torch.nan if index == 1 else 1.0  # both of a step are refused
                     updater(tensor, gradient(device, index + 3 * micro, shape) * scale)
             updater.finish()
-            states.append([state(tensor) for tensor in tensors])
+            states.append([state_of(tensor) for tensor in tensors])
             assert updater.counters() == {"nonfinite_steps": 1, "refused": 2}
     for one, other in zip(*states, strict=True):
-        for name in one:
-            assert torch.equal(one[name], other[name]), name
+        assert_same(one, other)
 
 
 def test_held_gradients_of_an_aborted_step_are_dropped(device):
     with use_backend(KERNELS):
         tensor, _ = build("moment", "factored", device)
-        updater, before = Updater([tensor], 3, torch.float32, 2**20), state(tensor)
+        updater, before = Updater([tensor], 3, torch.float32, 2**20), state_of(tensor)
         updater.begin(0, lr=1.0)
         updater(tensor, gradient(device))
         updater.begin(1, lr=1.0)
-    assert all(torch.equal(part, before[name]) for name, part in state(tensor).items())
+    assert_same(state_of(tensor), before)
 
 
 def test_small_matrices_of_a_stack_step_together_with_the_same_bits(device, monkeypatch):
@@ -596,7 +591,7 @@ def test_small_matrices_of_a_stack_step_together_with_the_same_bits(device, monk
             for where in (range(2), range(2, 3)):
                 updater(stack, grad[where.start : where.stop], where)
             updater.finish()
-            states.append(state(stack) | {"counters": updater.counters()})
+            states.append(state_of(stack) | {"counters": updater.counters()})
             assert bool(merged) == (held_bytes > 0 and large == 2**22 and stack.rule.merges)
     for other in states[1:]:
         for name, value in states[0].items():
@@ -609,7 +604,7 @@ def test_held_gradients_step_when_their_memory_is_full(device):
         tensors = [tensor for tensor, _ in built]
         updater = Updater(tensors, 3, torch.float32, 2 * 4 * 40 * 4)
         updater.begin(0, lr=1.0)
-        before = [state(tensor) for tensor in tensors]
+        before = [state_of(tensor) for tensor in tensors]
         for index, tensor in enumerate(tensors):
             updater(tensor, gradient(device, index, (4, 40)))
     changed = [
@@ -699,7 +694,7 @@ def test_update_does_not_depend_on_the_size_of_the_gradient(rule, direction, siz
         updater.begin(0, lr=1.0)
         updater(tensor, gradient(device) * 1e3 * factor)
         assert updater.counters()["refused"] == 0
-        states.append(state(tensor))
+        states.append(state_of(tensor))
     for name in states[0]:
         if "statistic" not in name:
             differing = (states[0][name] != states[1][name]).float().mean()

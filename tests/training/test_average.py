@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from states import assert_same, state_of
 
 from arbcli.data.opening import open_texts
 from arbcli.generation.load import load_named_model, load_weights, read_saved
@@ -87,12 +88,10 @@ def test_average_is_that_of_the_weights_and_changes_none(run):
 
 def test_evaluations_and_readers_have_the_average(run, trainer_of, tmp_path):
     averaging, plain = run.averaging, run.plain
-    before = {name: part.clone() for name, part in averaging.model.state_dict().items()}
+    before = state_of(averaging.model)
     loss = averaging.evaluate(2)
     assert loss != plain.evaluate(2)
-    after = averaging.model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(part, after[name]) for name, part in before.items())
+    assert_same(state_of(averaging.model), before)
 
     path = save_checkpoint(tmp_path, averaging.checkpoint("of a text"))
     assert any(name.endswith(".average") for name in load_file(path))

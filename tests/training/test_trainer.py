@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from states import assert_same, state_of
 
 from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import EAGER_STEPS, deterministic
@@ -21,7 +22,7 @@ def after_steps(text, small_graph, number=2, **options) -> dict[str, torch.Tenso
     trainer = Trainer(config, texts)
     for _ in range(options.get("steps", number)):
         trainer.train_step()
-    return {name: part.clone() for name, part in trainer.model.state_dict().items()}
+    return state_of(trainer.model)
 
 
 def test_scales_of_an_area_move_by_the_losses_that_are_named(text, small_graph):
@@ -39,7 +40,7 @@ def test_scales_that_all_losses_move_take_the_steps_of_before(text, small_graph)
     routes = [f"{area}=ponder+text+ponder" for area in ("moe_graph", "codebook", "mlp")]
     plain = after_steps(text, small_graph)
     routed = after_steps(text, small_graph, scale_losses=routes)
-    assert all(torch.equal(plain[name], routed[name]) for name in plain)
+    assert_same(plain, routed)
 
 
 def test_inputs_of_a_step_stay_until_a_late_copy_has_run(text):
@@ -80,11 +81,10 @@ def test_captured_steps_give_the_bits_of_eager_steps(rule, compute, tmp_path):
         for capture in (False, True):
             trainer = Trainer(config, texts, capture=capture)
             losses.append([float(trainer.train_step()) for _ in range(EAGER_STEPS + 6)])
-            states.append({name: t.clone() for name, t in trainer.model.state_dict().items()})
+            states.append(state_of(trainer.model))
             assert (trainer._graph is not None) == capture
     assert losses[0] == losses[1]
-    for name in states[0]:
-        assert torch.equal(states[0][name], states[1][name]), name
+    assert_same(*states)
 
 
 @pytest.mark.gpu
@@ -138,7 +138,7 @@ def test_captured_steps_of_chunks_give_the_bits_of_eager_steps_and_never_wait(op
                 torch.cuda.set_sync_debug_mode("default")
             assert (trainer._graph is not None) == capture
             losses.append([float(loss) for loss in of_steps])
-            states.append({name: t.clone() for name, t in trainer.model.state_dict().items()})
+            states.append(state_of(trainer.model))
             gauges.append(trainer.model.gauges())
     assert losses[0] == losses[1]
     assert gauges[0] == gauges[1]
@@ -157,5 +157,4 @@ def test_forward_without_a_backward_does_not_hold_the_next_step_back(tmp_path):
             trainer.model.loss(*trainer.fetch(0, "cpu"))
         trainer.train_step()
         states.append(trainer.model.state_dict())
-    for name in states[0]:
-        assert torch.equal(states[0][name], states[1][name]), name
+    assert_same(*states)

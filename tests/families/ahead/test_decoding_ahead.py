@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from states import assert_same
 
 from arbcli.config.presets import preset
 from arbcli.kernels.runtime.backend import use_backend
@@ -46,9 +47,7 @@ def test_decoding_ahead_changes_no_bit_and_saves_launches(device, backend, monke
         weight.group = None
     first = step(together, device)
     assert groups == [13, 9]
-    second = step(alone, device)
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
+    assert_same(step(alone, device), first)
 
 
 def test_decoded_weights_are_not_used_after_a_change(device, backend):
