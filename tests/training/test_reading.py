@@ -20,11 +20,7 @@ from arbcli.training import loop, recorder, saving, schedule
 from arbcli.training import run as runs
 from arbcli.training import trainer as training
 from arbcli.training.configure import new_config
-from arbcli.training.directory import (
-    open_run_texts,
-    open_texts_again,
-    run_facts,
-)
+from arbcli.training.directory import open_run_texts, open_texts_again, run_facts
 from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group
 from arbcli.training.run import start_run

@@ -83,10 +83,7 @@ def test_hangup_saves_like_a_termination(text, tmp_path, device):
 
 @pytest.mark.parametrize(
     ("options", "steps"),
-    [
-        ({"eval_every": 0}, [10, 12]),
-        ({"log_every": 5, "eval_every": 6}, [5, 6, 10, 12]),
-    ],
+    [({"eval_every": 0}, [10, 12]), ({"log_every": 5, "eval_every": 6}, [5, 6, 10, 12])],
 )
 def test_records_come_as_often_as_requested(options, steps, text, tmp_path, device):
     run = tmp_path / "run"

@@ -25,8 +25,7 @@ def stepped(weight_decay: float) -> dict[str, tuple[bool, torch.Tensor]]:
         updater.begin(step, LR)
         for tensor in tensors.values():
             updater(
-                tensor,
-                torch.randn(tensor.out_features, tensor.in_features, generator=generator),
+                tensor, torch.randn(tensor.out_features, tensor.in_features, generator=generator)
             )
         updater.finish()
     return {

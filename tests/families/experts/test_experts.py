@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from graph_parts import (
-    graph_config,
-    initialised,
-    normal,
-    spec,
-    text,
-)
+from graph_parts import graph_config, initialised, normal, spec, text
 from references import assert_agrees
 
 from arbcli.config.presets import preset

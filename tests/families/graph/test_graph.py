@@ -4,12 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graph_parts import (
-    CLOSE,
-    graph_config,
-    model,
-    text,
-)
+from graph_parts import CLOSE, graph_config, model, text
 from made_runs import model_of
 from references import assert_agrees, logits_in_parts, reference_logits
 from torch.nn.functional import cross_entropy

@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-from graph_parts import (
-    initialised,
-    spec,
-    text,
-)
+from graph_parts import initialised, spec, text
 from torch.nn import functional
 
 from arbcli.families.graph.config import MemGramConfig

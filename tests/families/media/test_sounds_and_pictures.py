@@ -15,11 +15,7 @@ from arbcli.data.opening import open_text, plain_file
 from arbcli.data.text import Text
 from arbcli.families.media import bounded, pictures, sound
 from arbcli.families.media.evaluation import MediaLosses
-from arbcli.families.media.spans import (
-    PictureHeader,
-    SoundHeader,
-    find_spans,
-)
+from arbcli.families.media.spans import PictureHeader, SoundHeader, find_spans
 from arbcli.kernels.runtime.device import deterministic
 
 soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")

@@ -5,12 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from arbcli.kernels.attention.attend_parts import (
-    PASSES,
-    AttentionParts,
-    attend_parts,
-    sharing,
-)
+from arbcli.kernels.attention.attend_parts import PASSES, AttentionParts, attend_parts, sharing
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.overlap import overlapping
 

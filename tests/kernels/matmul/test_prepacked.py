@@ -14,12 +14,7 @@ from arbcli.kernels.matmul.int8_matmul import (
     prepack_int8,
 )
 from arbcli.kernels.matmul.prepacked import MOST_COLUMNS, prepack
-from arbcli.kernels.matmul.prepacked_rows import (
-    MOST_TEXTS,
-    PREPACKED_ROWS,
-    _tiling,
-    prepacked_rows,
-)
+from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS, PREPACKED_ROWS, _tiling, prepacked_rows
 from arbcli.kernels.matmul.row_matmul import Tiling, row_matmul
 from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.kernels.runtime import native

@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from arbcli.kernels.norm import rms_norm as module
-from arbcli.kernels.norm.rms_norm import (
-    add_rms_norm,
-    rms_norm,
-    rms_norm_backward,
-    tiling,
-)
+from arbcli.kernels.norm.rms_norm import add_rms_norm, rms_norm, rms_norm_backward, tiling
 from arbcli.kernels.runtime.backend import use_backend
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"

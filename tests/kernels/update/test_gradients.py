@@ -8,18 +8,10 @@ import torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update.add_slopes import add_slopes
-from arbcli.kernels.update.gradient_gains import (
-    UNSET,
-    gradient_gains,
-    slope_gain,
-    statistic_value,
-)
+from arbcli.kernels.update.gradient_gains import UNSET, gradient_gains, slope_gain, statistic_value
 from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.kernels.update.gradient_gains import (
-    averaged_digits,
-    statistic_value_reference,
-)
+from arbcli.verify.kernels.update.gradient_gains import averaged_digits, statistic_value_reference
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 
@@ -88,8 +80,7 @@ def test_zero_gradient_has_the_least_statistic(backend, device):
 
 
 @pytest.mark.parametrize(
-    ("whole", "fraction", "value"),
-    [(0, 0, 1.3), (-3, 17, 0.1), (-128, 5, 0.7)],
+    ("whole", "fraction", "value"), [(0, 0, 1.3), (-3, 17, 0.1), (-128, 5, 0.7)]
 )
 def test_averaged_digits_are_unbiased_over_every_random_word(whole, fraction, value):
     mean_square = 0.99 * 2 ** (whole + fraction / 128) + 0.01 * value if whole != -128 else value

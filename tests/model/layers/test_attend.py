@@ -69,9 +69,7 @@ def test_gradients_go_through_our_kernels_without_a_copy(width, length, ours, at
 
 @pytest.mark.parametrize("attend", [one_by_one, attend_at_once])
 @pytest.mark.parametrize(
-    "other",
-    [{"backend": "torch"}, {"capability": (8, 0)}, {"width": 32}, {"length": 127}],
-    ids=str,
+    "other", [{"backend": "torch"}, {"capability": (8, 0)}, {"width": 32}, {"length": 127}], ids=str
 )
 def test_gradients_of_other_gpus_widths_lengths_and_backends_are_those_of_torch(other, attend):
     operations, launched = gone_back(**other, attend=attend)

@@ -30,10 +30,7 @@ SHAPES = {
 }  # fmt: skip
 KERNELS = ("plain", "wide heads", "half of a head", "interpolated", "llama3")
 """Shapes that kernels have."""
-PARTS = {
-    "a byte at a time": [1] * LENGTH,
-    "ragged": [3, 1, 5, 2, 1, 5, 4, 1, 1, 5, 1],
-}
+PARTS = {"a byte at a time": [1] * LENGTH, "ragged": [3, 1, 5, 2, 1, 5, 4, 1, 1, 5, 1]}
 
 
 def model_config(name: str, more: dict | None = None, **options) -> ModelConfig:

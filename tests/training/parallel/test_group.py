@@ -14,10 +14,7 @@ from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.training.parallel.group import Group, own_device
-from arbcli.training.parallel.owners import (
-    broadcast_buffers,
-    owner_buffers,
-)
+from arbcli.training.parallel.owners import broadcast_buffers, owner_buffers
 from arbcli.training.parallel.shared_updater import next_exponents, part_limit, sums_for
 
 NONE, NOT_FINITE, LOWEST = -128, 127, -100
