@@ -10,6 +10,7 @@ from arbcli.config.model import ModelConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.stack import bounded
 
 
 def model(streams: int, place: str = "plain", **stream) -> ModelConfig:
@@ -42,3 +43,15 @@ def test_configuration_is_kept():
     config = model(4, contribution=0.25, bound=3.0)
     assert not config.main.adds_plainly
     assert config_from_dict(asdict(config)) == config
+
+
+def test_streams_above_a_bound_are_scaled_down_and_others_left_alone():
+    x = torch.randn(5, 3, 40, generator=torch.Generator().manual_seed(0))
+    x[1] *= 10
+    size = x.square().mean(dim=-1, keepdim=True).sqrt()
+    scaled = bounded(x, 2.0)
+    assert torch.equal(scaled[0], x[0])
+    torch.testing.assert_close(scaled, torch.where(size > 2, 2 * x / size, x))
+    still = torch.zeros(2, 8, requires_grad=True)
+    bounded(still, 1.0).sum().backward()
+    assert torch.equal(still.grad, torch.ones(2, 8))

@@ -11,6 +11,7 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import attend as attend_module
 from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.parts.attention import KVCache
 from arbcli.model.parts.cached import CacheFormat
 
 WINDOW = 8
@@ -148,3 +149,30 @@ def test_unsupported_cache_dtype_is_refused(device):
         raise RuntimeError
     assert lm.cache_dtype == "fp32"
     assert all(block.attention.cache_format == CacheFormat() for block in lm.blocks)
+
+
+def one_position(lm, x, position: int) -> torch.Tensor:
+    """Mix a position in the first block of a model, whose ring other bytes have filled."""
+    cache = lm.new_cache(250)
+    cache.position.fill_(position)
+    generator = torch.Generator().manual_seed(1)
+    block = cache.main.blocks[0]
+    for ring in (block.keys.codes, block.values.codes):
+        ring.copy_(torch.randn(ring.shape, generator=generator))
+    with use_backend(KERNELS), torch.no_grad():
+        return lm.blocks[0].attention.step(x, block, x)
+
+
+def test_product_of_parts_has_the_bits_of_that_of_their_mean(device, monkeypatch):
+    """Of a full part and one that is not, which is what the ring of a single text is left in."""
+    lm = model(device, torch.bfloat16, dim=64, heads=1, layers=1, ctx=220)
+    x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
+    product, attend, combined = one_position(lm, x, 200), KVCache.attend_in_parts, []
+
+    def attend_and_combine(*arguments):
+        combined.append(attend(*arguments).combine())
+        return combined[-1].view(1, 1, -1)
+
+    monkeypatch.setattr(KVCache, "attend_in_parts", attend_and_combine)
+    assert torch.equal(one_position(lm, x, 200), product)
+    assert len(combined) == 1
