@@ -9,12 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from made_runs import model_of
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
+from arbcli.model.build import build_model
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.training.parallel.group import Group, own_device
-from arbcli.training.parallel.owners import broadcast_buffers, owner_buffers
+from arbcli.training.parallel.owners import (
+    SUMS,
+    assign_owners,
+    broadcast_buffers,
+    owner_buffers,
+    plan,
+)
 from arbcli.training.parallel.shared_updater import next_exponents, part_limit, sums_for
 
 NONE, NOT_FINITE, LOWEST = -128, 127, -100
@@ -102,6 +110,21 @@ def test_sum_of_parts_is_as_narrow_as_it_can_be_and_never_wraps(
 def test_exponents_move_up_at_once_and_down_by_one(before, fitting, fall, after):
     given = (torch.tensor([n], dtype=torch.int8) for n in (before, fitting, fall))
     assert next_exponents(*given).tolist() == [after]
+
+
+def test_all_parts_of_a_message_begin_at_multiples_of_16_bytes(small_graph):
+    """A GPU reads so much at once."""
+    with torch.device("meta"):
+        model = build_model(model_of(small_graph))
+        model.declare_wire()
+    tensors = [tensor for tensor in model.weights().values() if not tensor.frozen]
+    for sums in SUMS:
+        buckets = plan(tensors, assign_owners(tensors, 3), 3, sums)
+        begins = [
+            begin for b in buckets for member in b.members for begin in (member.up, member.down)
+        ]
+        assert max(begins) > 0
+        assert not any(begin % 16 for begin in begins)
 
 
 @pytest.mark.parametrize("digits", ["trit", "all", "fade"])
