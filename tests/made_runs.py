@@ -1,13 +1,16 @@
-"""Runs of tiny models, and directories without checkpoints, of configurations and records."""
+"""Runs of tiny models, what observes them, and directories of runs without checkpoints."""
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.config.training import TrainConfig, train_config_dict
 from arbcli.model.checkpoint import Checkpoint
 from arbcli.model.language_model import LanguageModel
+from arbcli.training.observer import Observer
 
 TINY = {
     "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "device": "cpu",
@@ -17,7 +20,6 @@ TINY = {
 def train(folder: Path, text: bytes, **settings) -> Path:
     """Train a tiny model on a text that is written to a folder, and return the run next to it."""
     from arbcli.training.configure import new_config
-    from arbcli.training.observer import Observer
     from arbcli.training.run import start_run
 
     (folder / "text.txt").write_bytes(text)
@@ -42,6 +44,19 @@ def read_records(run: Path) -> list[dict]:
     """Read the records of a run, without what differs from run to run."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS} for line in lines]
+
+
+def model_of(options: dict, **others) -> ModelConfig:
+    """Configure the model of a run with some options, a preset among them."""
+    given = {name: value for name, value in options.items() if name != "batch"} | others
+    return preset(given.pop("preset"), **given)
+
+
+def observer_with(**methods: Callable) -> Observer:
+    """Make an observer of a run with some methods, such as `noted`."""
+    observer = Observer()
+    vars(observer).update(methods)
+    return observer
 
 
 def checkpoint_of(model: LanguageModel) -> Checkpoint:

@@ -1,24 +1,33 @@
-"""Float64 references of the models of the tests."""
+"""Models of the tests against their float64 references."""
 
 import torch
 from torch import Tensor
 
+from arbcli.config.model import ModelConfig
 from arbcli.model.language_model import LanguageModel
+from arbcli.verify import parity
 from arbcli.verify.reference import Reference
+from arbcli.verify.subjects import Subject
 from arbcli.verify.update_reference import reference_weight
 
 
-def reference_logits(
-    lm: LanguageModel, ids: Tensor, weights: dict[str, Tensor] | None = None, **options
-) -> Tensor:
-    """Compute logits of (B, T) bytes in float64; `weights` may be decoded ones by name."""
-    if weights is None:
-        weights = {name: reference_weight(tensor) for name, tensor in lm.weights().items()}
-    else:
-        names = lm.weights()
-        weights = {next(n for n in (k, f"{k}.weight") if n in names): w for k, w in weights.items()}
+def reference_logits(lm: LanguageModel, ids: Tensor, **options) -> Tensor:
+    """Compute logits of (B, T) bytes in float64."""
+    weights = {name: reference_weight(tensor) for name, tensor in lm.weights().items()}
     buffers = dict(lm.named_buffers())
     return Reference(weights, lm.config, memories=buffers, **options)(ids)[0]
+
+
+def assert_agrees(config: ModelConfig, device: torch.device, *checks: str) -> None:
+    """Compare a model with its reference, as `arb verify-kernels` does, from the bytes on.
+
+    Args:
+        checks: further checks, such as `bits`.
+    """
+    backend = "triton" if device.type == "cuda" else "torch"
+    about = (2, torch.float32, device, backend, ("blocks", "whole", *checks))
+    results = parity.check_model(Subject("", config, *about))
+    assert not [result for result in results if not result.passed]
 
 
 @torch.no_grad()

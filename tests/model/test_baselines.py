@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from states import assert_same
 
 from arbcli.config.presets import preset
 from arbcli.model.build import build_model
@@ -66,5 +67,4 @@ def test_initial_weights_do_not_depend_on_the_default_device(weights):
     ]
     with torch.device("meta"):  # as GPUs are while a model is built on one
         models[1].initialise(0)
-    first, second = (model.state_dict() for model in models)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_same(*(model.state_dict() for model in models))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from cells import Cell
 
-from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.kernels.runtime.backend import use_backend
@@ -25,18 +24,6 @@ def build(config: ModelConfig) -> LanguageModel:
     return lm
 
 
-def test_streams_above_a_bound_are_scaled_down_and_others_left_alone():
-    x = torch.randn(5, 3, 40, generator=torch.Generator().manual_seed(0))
-    x[1] *= 10
-    size = x.square().mean(dim=-1, keepdim=True).sqrt()
-    scaled = bounded(x, 2.0)
-    assert torch.equal(scaled[0], x[0])
-    torch.testing.assert_close(scaled, torch.where(size > 2, 2 * x / size, x))
-    still = torch.zeros(2, 8, requires_grad=True)
-    bounded(still, 1.0).sum().backward()
-    assert torch.equal(still.grad, torch.ones(2, 8))
-
-
 @pytest.mark.parametrize("streams", [1, 4])
 @torch.no_grad()
 def test_parts_add_a_share_and_blocks_end_within_the_bound(streams):
@@ -52,11 +39,19 @@ def test_parts_add_a_share_and_blocks_end_within_the_bound(streams):
     assert small.max() <= 0.501
 
 
-def test_configuration_is_kept_and_wrong_numbers_are_refused():
+def test_configuration_is_kept():
     config = model(4, contribution=0.25, bound=3.0)
     assert not config.main.adds_plainly
     assert config_from_dict(asdict(config)) == config
-    for field, value in (("contribution", 0.0), ("contribution", 1.5), ("bound", 0.0)):
-        with pytest.raises(ArbError, match=f"`{field}` is {value}") as caught:
-            model(1, **{field: value})
-        assert caught.value.fields == (field,)
+
+
+def test_streams_above_a_bound_are_scaled_down_and_others_left_alone():
+    x = torch.randn(5, 3, 40, generator=torch.Generator().manual_seed(0))
+    x[1] *= 10
+    size = x.square().mean(dim=-1, keepdim=True).sqrt()
+    scaled = bounded(x, 2.0)
+    assert torch.equal(scaled[0], x[0])
+    torch.testing.assert_close(scaled, torch.where(size > 2, 2 * x / size, x))
+    still = torch.zeros(2, 8, requires_grad=True)
+    bounded(still, 1.0).sum().backward()
+    assert torch.equal(still.grad, torch.ones(2, 8))

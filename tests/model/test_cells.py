@@ -3,6 +3,7 @@
 import torch
 from cells import AHEAD, COVER, FEW, Cell, each_cell
 from references import logits_in_parts
+from states import assert_same, state_of
 
 from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.backend import use_backend
@@ -28,7 +29,7 @@ def trainer(cell: Cell, folder, *, windows: int = 1) -> Trainer:
 
 def unmoved(learner: Trainer, before: dict[str, torch.Tensor]) -> set[str]:
     """Name the weights all of whose integers are what they were."""
-    after = state(learner)
+    after = state_of(learner.model)
     return {
         name
         for name in learner.model.weights()
@@ -36,15 +37,11 @@ def unmoved(learner: Trainer, before: dict[str, torch.Tensor]) -> set[str]:
     }
 
 
-def state(of: Trainer) -> dict[str, torch.Tensor]:
-    return {name: part.clone() for name, part in of.model.state_dict().items()}
-
-
 @each_cell([*COVER, AHEAD], quick=[FEW[0], FEW[3]])
 def test_cell_learns_with_all_its_weights(cell, tmp_path):
     with deterministic():
         learner = trainer(cell, tmp_path)
-        before, first = state(learner), float(learner.train_step())
+        before, first = state_of(learner.model), float(learner.train_step())
         frozen = {name for name, weight in learner.model.weights().items() if weight.frozen}
         for _ in range(STEPS - 1):
             last = float(learner.train_step())
@@ -65,10 +62,7 @@ def test_cell_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(cell, tmp_pat
         resumed.restore(begun.checkpoint("text"))
         for _ in range(2):
             resumed.train_step()
-    wanted, got = state(whole), state(resumed)
-    assert wanted.keys() == got.keys()
-    for name, part in wanted.items():
-        assert torch.equal(part, got[name]), name
+    assert_same(state_of(whole.model), state_of(resumed.model))
 
 
 def text_with_room(lm: LanguageModel) -> torch.Tensor:

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from made_runs import model_of
+from states import assert_same
 
 from arbcli.config.presets import preset
 from arbcli.kernels.codec.packing import unpack_trits
@@ -18,8 +20,7 @@ beyond 32.5 of 80 and of 16, 16.5 of 40 and of 8, or 7.5 of 17.5 and of 3.5, in 
 
 
 def build(seed: int = 0, **options):
-    options = {k: v for k, v in options.items() if k != "batch"}
-    return build_model(preset(options.pop("preset"), **options), torch.float32, seed=seed)
+    return build_model(model_of(options), torch.float32, seed=seed)
 
 
 @pytest.mark.parametrize("weights", ["ternary", "float"])
@@ -28,25 +29,8 @@ def test_built_model_has_the_weights_of_its_seed(weights):
     for options, seed in (({}, 0), ({"seed": 7}, 7)):
         expected = build_model(config, torch.float32, seed=None)
         expected.initialise(seed)
-        built = build_model(config, torch.float32, **options).state_dict()
-        assert all(torch.equal(built[name], part) for name, part in expected.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    "config",
-    [preset("tiny"), preset("tiny", weights="float"), preset("hnet-tiny"), preset("arb-tiny")],
-    ids=["dense", "float", "hnet", "graph"],
-)
-def test_first_weights_do_not_depend_on_the_order_of_modules(config):
-    model, reversed_model = (build_model(config, torch.float32) for _ in range(2))
-    for module in reversed_model.modules():
-        module._modules = dict(reversed(module._modules.items()))
-    assert [*reversed_model.weights()] != [*model.weights()]
-    for lm in (model, reversed_model):
-        lm.initialise(3)
-    expected, reversed_state = model.state_dict(), reversed_model.state_dict()
-    assert reversed_state.keys() == expected.keys()
-    assert all(torch.equal(reversed_state[name], tensor) for name, tensor in expected.items())
+        built = build_model(config, torch.float32, **options)
+        assert_same(built.state_dict(), expected.state_dict())
 
 
 def test_module_that_declares_no_order_of_its_weights_is_refused():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from made_runs import model_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,10 +16,7 @@ from arbcli.model.build import build_model
 from arbcli.model.operations import forward_operations, step_operations
 
 DENSE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
-GRAPH = (
-    {"memgram": True},
-    {"codebook": False, "graph": False, "shared_expert": True},
-)
+GRAPH = ({"memgram": True}, {"codebook": False, "graph": False, "shared_expert": True})
 HNET = ({}, {"boundaries": "every"})
 
 
@@ -47,23 +45,20 @@ def test_operations_of_a_step_are_those_of_the_float_twin(head):
 
 @pytest.mark.parametrize("parts", GRAPH, ids=str)
 def test_operations_of_a_graph_are_those_that_torch_counts(parts, small_graph):
-    options = {name: value for name, value in small_graph.items() if name not in ("batch",)}
-    config = preset(options.pop("preset"), **options | parts)
+    config = model_of(small_graph, **parts)
     assert counted(config).get_total_flops() == forward_operations(config)
 
 
 @pytest.mark.parametrize("parts", HNET, ids=str)
 def test_operations_of_chunks_are_those_that_torch_counts(parts, small_hnet, monkeypatch):
     monkeypatch.setattr(chunking, "SPARE_SLOTS", 1)  # slots are computed whether taken or not
-    options = {name: value for name, value in small_hnet.items() if name not in ("batch",)}
-    config = preset(options.pop("preset"), **options | {"window": 24} | parts)
+    config = model_of(small_hnet, window=24, **parts)
     assert counted(config).get_total_flops() == forward_operations(config)
 
 
 def test_operations_of_mamba_are_its_projections_and_a_recurrence(small_hnet, monkeypatch):
     monkeypatch.setattr(chunking, "SPARE_SLOTS", 1)
-    options = {name: value for name, value in small_hnet.items() if name not in ("batch",)}
-    config = preset(options.pop("preset"), **options | {"outer_blocks": "mamba", "states": 5})
+    config = model_of(small_hnet, outer_blocks="mamba", states=5)
     products = counted(config).get_flop_counts()["Global"][torch.ops.aten.mm]
     inner_widths, positions, of_main = (2 * 24, 2 * 32), (24, 8), 4
     scans = sum(2 * 2 * 5 * w * n for w, n in zip(inner_widths, positions, strict=True))
@@ -79,8 +74,7 @@ def test_operations_of_streams_are_those_of_the_mixing_besides():
 
 def test_operations_of_compressed_attention_count_attended_positions(small_compressed):
     """By hand: 2 blocks of 32 * 112 and 3 * 32 * 48; of 7 and 9 seen; 8 entries that are scored."""
-    options = {name: value for name, value in small_compressed.items() if name != "batch"}
-    config = preset(options.pop("preset"), **options)
+    config = model_of(small_compressed)
     positions = 2 * (32 * 112 + 3 * 32 * 48) + 2 * 32 * (7 + 9) + 256 * 32
     entries = 32 * (16 + 2) + 16 * 8 + 16 * 8
     assert forward_operations(config) == 2 * (24 * positions + 8 * entries)

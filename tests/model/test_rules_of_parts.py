@@ -149,17 +149,3 @@ def test_options_give_parts_of_blocks_a_rule():
     bare = StageConfig(dim=32, blocks=(BlockConfig(mixer=AttentionConfig(heads=2)),))
     with pytest.raises(ArbError, match="`mlp_rule` is for blocks with an MLP or experts"):
         assembled(ModelConfig(ctx=16, stages=(bare,)), mlp_rule="nibble")
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"mlp_rule": "carry", "digits": "fade"}, "the rule `carry` does not fade to the trit"),
-        ({"rule": "votes", "mlp_rule": "nibble"}, "the rule `votes` has no learning rate"),
-        ({"mlp_rule": "votes"}, "`mlp_rule` is `votes`|the rule `votes` has no learning rate"),
-        ({"mlp_rule": "nibbel"}, "`rule` is `nibbel`"),
-    ],
-)
-def test_rules_that_cannot_be_combined_are_refused(given, message):
-    with pytest.raises(ArbError, match=message):
-        preset("tiny", **TINY, **given)

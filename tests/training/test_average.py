@@ -1,22 +1,19 @@
 """The average of weights: what it averages, and who reads it."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import run_processes
 from safetensors.torch import load_file
+from states import assert_same, state_of
 
-from arbcli.config.training import TrainConfig
 from arbcli.data.opening import open_texts
 from arbcli.generation.load import load_named_model, load_weights, read_saved
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.model.averages import average_shift
-from arbcli.model.checkpoint import save_checkpoint, tensor_digest
+from arbcli.model.checkpoint import save_checkpoint
 from arbcli.model.step_parameters import average_rates
 from arbcli.training.configure import new_config
-from arbcli.training.parallel.group import Group
 from arbcli.training.trainer import Trainer
 
 HORIZON, STEPS = 16, 24
@@ -91,12 +88,10 @@ def test_average_is_that_of_the_weights_and_changes_none(run):
 
 def test_evaluations_and_readers_have_the_average(run, trainer_of, tmp_path):
     averaging, plain = run.averaging, run.plain
-    before = {name: part.clone() for name, part in averaging.model.state_dict().items()}
+    before = state_of(averaging.model)
     loss = averaging.evaluate(2)
     assert loss != plain.evaluate(2)
-    after = averaging.model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(part, after[name]) for name, part in before.items())
+    assert_same(state_of(averaging.model), before)
 
     path = save_checkpoint(tmp_path, averaging.checkpoint("of a text"))
     assert any(name.endswith(".average") for name in load_file(path))
@@ -116,28 +111,3 @@ def test_evaluations_and_readers_have_the_average(run, trainer_of, tmp_path):
     tuned = trainer_of(**run.changes, weight_average=HORIZON)
     tuned.take_weights(checkpoint)
     assert torch.equal(average_of(tuned), z_of(plain).floor())
-
-
-def trained(group: Group, config: TrainConfig, initial: Path) -> tuple[dict[str, str], float]:
-    texts = open_texts(config.data, (), seed=0, context=config.model.ctx)
-    trainer = Trainer(config, texts, group=group)
-    trainer.take_weights(read_saved(initial, print).checkpoint)
-    for _ in range(5):
-        trainer.train_step()
-    tensors = trainer.checkpoint("of a text").tensors
-    loss = trainer.evaluate(num_batches=2)
-    return {name: tensor_digest(name, part) for name, part in tensors.items()}, loss
-
-
-def test_processes_have_the_average_of_one_though_they_read_no_remainder(
-    lines, trainer_of, tmp_path
-):
-    initial = trainer_of(direction="factored")  # whose statistics are dropped
-    path = save_checkpoint(tmp_path, initial.checkpoint("of a text"))
-    config = new_config(
-        **TINY, steps=9, weight_average=2, accum=2, reduce_dtype="int12", data=[lines]
-    )
-    expected = trained(Group(), config, path)
-    outcomes = run_processes(2, trained, config, path)
-    assert outcomes[0] == expected
-    assert outcomes[1][1] == expected[1]

@@ -18,12 +18,10 @@ from arbcli.training.observer import Observer
 from arbcli.training.resume import resume_run
 from arbcli.training.run import start_run
 
-SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
-
-
-@pytest.fixture(autouse=True)
-def short_runs(monkeypatch):
-    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
+SMALL = {
+    "dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu",
+    "log_every": 1,
+}  # fmt: skip
 
 
 class Stop(Observer):
@@ -39,10 +37,8 @@ def whole(tmp_path_factory) -> Path:
     (folder / "text.txt").write_bytes(b"ternary weights learn to read. " * 100)
     options = {"steps": 4, "save_every": 1, "eval_every": 2, "keep": 9}
     options["data"] = [str(folder / "text.txt")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
-        with pytest.raises(KeyError):
-            start_run(new_config(**SMALL, **options), folder / "run", Stop())
+    with pytest.raises(KeyError):
+        start_run(new_config(**SMALL, **options), folder / "run", Stop())
     return folder
 
 
@@ -75,9 +71,7 @@ def test_whole_run_passes_and_nothing_of_it_changes(run):
     begun = json.loads((run / "config.json").read_text())["started"]
     assert said["config.json"] == f"4 steps, begun {begun[: len('2026-01-31T12:00:00')]}"
     assert said["metrics.jsonl"] == "3 records"
-    assert {"config.json", "metrics.jsonl", "text", "step-000003.safetensors"} <= states(
-        report
-    ).keys()
+    assert {"config.json", "metrics.jsonl", "text", "step-000003.safetensors"} <= said.keys()
 
 
 def flip(path: Path) -> None:

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from made_runs import read_records
+from made_runs import observer_with, read_records
 
 from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
@@ -22,30 +22,20 @@ from arbcli.training.observer import Observer
 from arbcli.training.resume import resume_run
 from arbcli.training.run import start_run
 
-SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
-
-
-@pytest.fixture(autouse=True)
-def short_runs(monkeypatch):
-    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
-
-
-class Noting(Observer):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def noted(self, message: str) -> None:
-        self.notes.append(message)
+SMALL = {
+    "dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu",
+    "log_every": 1,
+}  # fmt: skip
 
 
 def test_extended_run_reports_the_change_of_its_rate(text, tmp_path):
-    run, observer = tmp_path / "run", Noting()
+    run, notes = tmp_path / "run", []
+    observer = observer_with(noted=notes.append)
     start_run(new_config(**SMALL, data=[text], steps=2, warmup=0), run, Observer())
     report = resume_run(run, observer, steps=4)
     assert report.steps == 4
     assert [record["step"] for record in read_records(run)] == [1, 2, 3, 4]
-    (note,) = observer.notes
-    assert note == (
+    assert notes.pop() == (
         "4 steps instead of 2: the `cosine` schedule changes at step 2, where the learning"
         " rate is 0.3675 instead of 0.035"
     )
@@ -53,9 +43,8 @@ def test_extended_run_reports_the_change_of_its_rate(text, tmp_path):
     facts = read_facts(run)
     assert facts["config"]["steps"] == 4
     assert facts["extended"] == [{"at": 2, "from": 2, "to": 4}]
-    again = Noting()
-    assert resume_run(run, again, steps=4).steps == 4  # as many as it has
-    (note,) = again.notes
+    assert resume_run(run, observer, steps=4).steps == 4  # as many as it has
+    (note,) = notes
     assert note.startswith("the run is finished: all 4 steps are done")
     with pytest.raises(ArbError, match="has done 4 steps"):
         resume_run(run, Observer(), steps=3)
@@ -74,14 +63,14 @@ def test_extended_run_takes_its_own_older_checkpoints(text, tmp_path):
 
 
 def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_path):
-    run, observer = tmp_path / "run", Noting()
+    run, notes = tmp_path / "run", []
     start_run(new_config(**SMALL, data=[text], steps=2, save_every=1, keep=9), run, Observer())
     shutil.copytree(run, tmp_path / "whole")
     back = "step-000001.safetensors"
     with mock.patch("arbcli.training.resume.run_loop"):  # as if ended before it saved anything
-        resume_run(run / back, observer, steps=4)
+        resume_run(run / back, observer_with(noted=notes.append), steps=4)
     late = run / "step-000002.safetensors"
-    assert f"`{late}.aside`" in observer.notes[-1]
+    assert f"`{late}.aside`" in notes[-1]
     assert check_run(run).resumes_at == 1
     shutil.copy(f"{late}.aside", late)
     with pytest.raises(ArbError, match="its `steps` is 2, not 4"):
@@ -143,12 +132,12 @@ def test_saved_weights_of_all_digits_fade_from_the_first_step_unless_it_is_said(
 def test_weights_of_another_model_or_alone_are_refused(text, tmp_path):
     start_run(new_config(**SMALL, data=[text], steps=1), tmp_path / "a", Observer())
     initial = read_saved(tmp_path / "a", pytest.fail)
-    changes = {
-        "ffn": (32, "width"),
-        "sub_norms": (False, "sub_norm"),
-        "digits": ("all", "digits=all"),
-    }
-    for name, (value, said) in changes.items():
+    changes = (
+        ("ffn", 32, "width"),
+        ("sub_norms", False, "sub_norm"),
+        ("digits", "all", "digits=all"),
+    )
+    for name, value, said in changes:
         other = new_config(**SMALL | {name: value}, data=[text], steps=1)
         with pytest.raises(ArbError, match=f"`{said}`"):
             start_run(other, tmp_path / "b", Observer(), initial=initial)
@@ -180,13 +169,14 @@ LOSSES = [3.0, 2.0, 2.5, 2.0, 1.0, 0.5]
 def test_run_stops_when_its_loss_has_not_fallen_and_keeps_the_best(
     options, text, tmp_path, monkeypatch
 ):
-    to_come, observer, run = iter(LOSSES), Noting(), tmp_path / "run"
+    to_come, notes, run = iter(LOSSES), [], tmp_path / "run"
     monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(to_come))
     options = options | {"steps": 6, "eval_every": 1, "patience": 2}
+    observer = observer_with(noted=notes.append)
     report = start_run(new_config(**SMALL, data=[text], **options), run, observer)
     assert (report.steps, report.val_loss, report.stopped_by) == (4, 2.0, None)
     assert [record["val_loss"] for record in read_records(run)] == LOSSES[:4]
-    (note,) = observer.notes
+    (note,) = notes
     assert note.startswith(
         "stopped after step 4: the held-out loss has not fallen in 2 evaluations; that of step 2,"
         " 2.0000 nats a byte, "
@@ -199,9 +189,8 @@ def test_run_stops_when_its_loss_has_not_fallen_and_keeps_the_best(
         assert note.endswith(f"is kept as `{best}`")
         assert load_checkpoint(best).step == 2
         assert report.checkpoint == str(run / "step-000004.safetensors")
-        notes = []
         assert read_saved(run, notes.append).checkpoint.step == 4
-        assert notes == [f"reading step 4; `{best}` had the lowest held-out loss"]
+        assert notes[1:] == [f"reading step 4; `{best}` had the lowest held-out loss"]
 
 
 def test_resumed_run_counts_the_evaluations_before(text, tmp_path, monkeypatch):
@@ -242,16 +231,15 @@ def test_run_of_a_gpu_continues_on_the_requested_device(text, tmp_path, monkeypa
     (run / "step-000001.safetensors").unlink()
     places = []
 
-    class Started(Observer):
-        def started(self, run, trainer, facts):
-            places.append((trainer.config.device, trainer.config.backend))
-            raise KeyError
+    def started(run, trainer, facts):
+        places.append((trainer.config.device, trainer.config.backend))
+        raise KeyError
 
     for backend in (None, "torch"):
         with pytest.raises(KeyError):
-            resume_run(run, Started(), device="cpu", backend=backend)
+            resume_run(run, observer_with(started=started), device="cpu", backend=backend)
     own = default_backend(torch.device("cpu"))
     assert places == [("cpu", own), ("cpu", "torch")]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ArbError, match="there is no CUDA device"):
-        resume_run(run, Started())
+        resume_run(run, Observer())

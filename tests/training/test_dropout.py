@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from marks import mostly_slow
+from states import assert_same, state_of
 
 from arbcli.base.errors import ArbError
 from arbcli.config.parts.attention import AttentionConfig
@@ -26,19 +27,11 @@ def trainer_of(texts, **options) -> Trainer:
     return Trainer(new_config(**(SHAPE | ABOUT | options)), texts)
 
 
-def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: part.clone() for name, part in trainer.model.state_dict().items()}
-
-
 def after(texts, steps: int, **options) -> dict[str, torch.Tensor]:
     trainer = trainer_of(texts, **options)
     for _ in range(steps):
         trainer.train_step()
-    return state_of(trainer)
-
-
-def assert_equal(some: dict, others: dict) -> None:
-    assert [name for name in some if not torch.equal(some[name], others[name])] == []
+    return state_of(trainer.model)
 
 
 def test_masks_are_those_of_the_key_forward_and_backward():
@@ -143,12 +136,12 @@ def test_resumed_run_has_the_masks_of_one_that_was_not_stopped(options, texts):
     resumed.restore(saved)
     for trainer in (whole, resumed):
         trainer.train_step()
-    assert_equal(state_of(whole), state_of(resumed))
+    assert_same(state_of(whole.model), state_of(resumed.model))
 
 
 def test_recomputed_blocks_have_the_same_masks(texts):
     options = {"streams": 2, "accum": 2} | ALL_DROPPED
-    assert_equal(after(texts, 2, **options), after(texts, 2, **options, recompute=True))
+    assert_same(after(texts, 2, **options), after(texts, 2, **options, recompute=True))
 
 
 ON_GPU = {"device": "cuda", "compute": "bf16", "steps": 8}
@@ -170,7 +163,7 @@ def test_captured_steps_have_the_masks_of_eager_steps(options, texts):
         with deterministic():
             trainer = Trainer(config, texts, capture=capture)
             losses = [float(trainer.train_step()) for _ in range(config.steps)]
-        runs.append((losses, state_of(trainer)))
+        runs.append((losses, state_of(trainer.model)))
         assert trainer.captures == capture
         trainer.release_graph()
     (losses, state), (again, others) = runs
@@ -178,4 +171,4 @@ def test_captured_steps_have_the_masks_of_eager_steps(options, texts):
         assert again == pytest.approx(losses, rel=1e-2)
     else:
         assert again == losses
-        assert_equal(state, others)
+        assert_same(state, others)

@@ -108,12 +108,10 @@ def test_muon_leaves_embedding_and_head_to_adamw_without_decay():
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("layers", [2, WHOLE_LAYERS + 1])
-def test_captured_twin_learns_as_the_eager_twin_and_never_waits(optimizer, layers, tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"float weights learn to read. " * 400)
+def test_captured_twin_learns_as_the_eager_twin_and_never_waits(optimizer, layers, text):
     shape = SHAPE | {"layers": layers, "batch": 8, "accum": 2, "weights": "float"}
     config = new_config(
-        data=[str(path)], device="cuda", lr=0.003, optimizer=optimizer, steps=100, **shape
+        data=[text], device="cuda", lr=0.003, optimizer=optimizer, steps=100, **shape
     )
     texts = open_texts(config.data, None, seed=0, context=16)
     losses = []

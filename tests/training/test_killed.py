@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from apparatus.killing import write_tokenizer
-from made_runs import read_records
+from made_runs import observer_with, read_records
 from marks import mostly_slow
 
 from arbcli.base.errors import ArbError
@@ -392,9 +392,7 @@ def test_evaluation_that_failed_is_done_first_by_the_resume(
     report = check_run(run)
     assert (report.resumes_at, report.evaluates_first) == (step, True)
     told = []
-    observer = Observer()
-    observer.recorded = told.append
-    resume_run(run, observer)
+    resume_run(run, observer_with(recorded=told.append))
     assert contents(run) == uninterrupted(options)
     assert told[0].step == step
     assert (told[0].bytes_per_second, told[0].seconds_left) == (None, None)

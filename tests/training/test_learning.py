@@ -21,9 +21,8 @@ import pytest
 
 from arbcli.data.opening import open_texts
 from arbcli.data.text import EVAL_BATCHES
-from arbcli.model import step_parameters
 from arbcli.model.optimizers import DIRECTIONS
-from arbcli.model.rules import FADING, RULES, WITH_DIGITS, moment
+from arbcli.model.rules import FADING, RULES, WITH_DIGITS
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer
 
@@ -117,19 +116,3 @@ def test_every_rule_that_learns_is_known_with_every_direction():
     assert {of[0] for of in KNOWN if of[1] == "all"} == set(WITH_DIGITS)
     assert {of[0] for of in KNOWN if of[1] == "fade"} == set(FADING)
     assert max(accum for _, accum in RUNS) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("owner", "constant", "value"),
-    [
-        (step_parameters, "SCALE_STEP", 0),
-        (step_parameters, "STEP_OF_RADIX", 1 / 64),
-        (moment, "BETA", 0.0),
-    ],
-    ids=["frozen-scales", "quarter-of-the-step", "no-momentum"],
-)
-def test_worse_learning_is_detected(owner, constant, value, texts, monkeypatch):
-    monkeypatch.setattr(owner, constant, value)
-    loss = held_out_loss(texts, STEADY, *RUNS[1])
-    assert loss / KNOWN[STEADY][1] - 1 > BAR

@@ -1,7 +1,5 @@
 """The noise of a run: no two updates share any, and it averages out to the exact steps."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -17,7 +15,6 @@ from arbcli.kernels.update import (
     step_scales,
     step_trits,
 )
-from arbcli.kernels.update.random_bits import random_bits, stream_keys
 from arbcli.model import packed
 from arbcli.model import updater as updater_module
 from arbcli.model.packed import TernaryTensor
@@ -87,42 +84,6 @@ def test_no_two_draws_of_a_run_have_one_key(shape, wire, used_keys, text, small_
         assert counts["wire" if wire else "scales"] > tensors
     keys = [key for _, key in used]
     assert len(set(keys)) == len(keys)
-
-
-def neighbouring_keys() -> dict[str, torch.Tensor]:
-    """Keys that a weak derivation would make alike, by what differs, from (5, 3) of two ticks."""
-    word = lambda value: torch.tensor(value, dtype=torch.int32)  # noqa: E731
-    first, second = (stream_keys(word(0), word(tick), 5, 5) for tick in (100, 101))
-    other = stream_keys(word(1), word(100), 5, 5)
-    keys = {"itself": first[2, 2], "step": second[2, 2], "seed": other[2, 2]}
-    keys |= {f"stream {i}": first[2, i] for i in (0, 1, 3, 4)}
-    return keys | {f"tensor {i}": first[i, 2] for i in (0, 1, 3, 4)}
-
-
-def test_streams_are_uncorrelated():
-    """Of two keys, neither the same elements nor shifted, scaled or inverted ones are alike."""
-    size = 192
-    index = torch.arange(size, dtype=torch.int32)
-    noise = {}
-    for name, key in neighbouring_keys().items():
-        words = random_bits(key, index, index)
-        halves = torch.stack([words & 0xFFFF, words >> 16 & 0xFFFF]).double()
-        noise[name] = (halves / 2**16 - 0.5) * 12**0.5  # of unit variance
-    error = 1 / size  # of a correlation of size**2 independent pairs
-    for a, b in itertools.combinations_with_replacement(noise, 2):
-        for low, high in ((0, 0), (0, 1), (1, 1)):
-            for shift in ((0, 0), (0, 1), (1, 0)):
-                if a == b and low == high and shift == (0, 0):
-                    continue
-                moved = noise[b][high].roll(shift, dims=(0, 1))
-                correlation = (noise[a][low] * moved).mean().item()
-                assert abs(correlation) < 5.5 * error, (a, b, low, high, shift)
-
-
-def test_streams_share_no_rows_of_noise():
-    """A row's words depend on key ^ row alone: keys that differ in low bits share their rows."""
-    rows = {int(key) >> 12 for key in neighbouring_keys().values()}
-    assert len(rows) == len(neighbouring_keys())
 
 
 STEPS = 4

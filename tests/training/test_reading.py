@@ -4,11 +4,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from made_runs import observer_with
 
 from arbcli.data.opening import open_texts
 from arbcli.data.text import num_evaluation_batches
@@ -17,11 +20,7 @@ from arbcli.training import loop, recorder, saving, schedule
 from arbcli.training import run as runs
 from arbcli.training import trainer as training
 from arbcli.training.configure import new_config
-from arbcli.training.directory import (
-    open_run_texts,
-    open_texts_again,
-    run_facts,
-)
+from arbcli.training.directory import open_run_texts, open_texts_again, run_facts
 from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group
 from arbcli.training.run import start_run
@@ -57,42 +56,16 @@ def trainer_of(options: dict, **changes) -> Trainer:
     return Trainer(config, open_texts(config.data, config.val, seed=0, context=config.model.ctx))
 
 
-def spy(monkeypatch, owner, name: str) -> list:
-    """Note the arguments of every call of a function, and call it."""
-    calls, function = [], getattr(owner, name)
-
-    def noted(*args, **kwargs):
-        calls.append((args, kwargs))
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, noted)
-    return calls
-
-
 def test_each_micro_batch_is_drawn_once_and_from_the_right_text(options, monkeypatch):
     trainer = trainer_of(options, seed=5, accum=3)
-    calls = spy(monkeypatch, training, "batch")
+    drawn = mock.Mock(side_effect=training.batch)
+    monkeypatch.setattr(training, "batch", drawn)
     for _ in range(2):
         trainer.train_step()
-    for args, asked in calls:
-        assert args == (trainer.texts.train,)
-        assert (asked["seed"], asked["batch_size"], asked["context"]) == (5, 4, 16)
-    assert [(asked["step"], asked["micro"]) for _, asked in calls] == [
-        (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2),
-    ]  # fmt: skip
-
-
-def test_model_is_measured_on_the_held_out_text_alone(options, monkeypatch):
-    trainer = trainer_of(options)
-    seen, loss = [], trainer.model.loss
-    trainer.model.loss = lambda *pair: seen.append(pair) or loss(*pair)
-    average = trainer.evaluate()
-    assert len(seen) == trainer.num_evaluation_batches
-    for ids, targets in seen:
-        assert set(ids.flatten().tolist()) | set(targets.flatten().tolist()) <= set(VAL)
-    with torch.no_grad():
-        expected = sum(float(loss(*pair)) for pair in seen) / len(seen)
-    assert average == pytest.approx(expected, rel=1e-5)
+    about = {"seed": 5, "batch_size": 4, "context": 16}
+    for call, (step, micro) in zip(drawn.mock_calls, product(range(2), range(3)), strict=True):
+        assert call.args == (trainer.texts.train,)
+        assert call.kwargs | about | {"step": step, "micro": micro} == call.kwargs
 
 
 @pytest.mark.parametrize("objective", ["next", "masked"])
@@ -135,19 +108,6 @@ def test_weights_are_taken_from_a_run_whose_gradients_travelled_otherwise(before
     assert any(name.endswith(".wire_exponent") for name in loaded) == (after is not None)
     assert second.step == 0
     assert second.updater.counters() == {"nonfinite_steps": 0, "refused": 0}
-
-
-def test_learning_rate_follows_the_schedule(options, monkeypatch):
-    trainer = trainer_of(options, weights="float", lr=0.01, steps=6, warmup=2)
-    calls = spy(monkeypatch, trainer._updates, "set_step")
-    for _ in range(6):
-        trainer.train_step()
-    shares = [0.05 + 0.95 * (1 + math.cos(math.pi * step / 6)) / 2 for step in range(6)]
-    shares[0] *= 0.5  # of a warm-up of two steps
-    assert [args[0] for args, _ in calls] == list(range(6))
-    assert [args[1] for args, _ in calls] == pytest.approx([0.01 * share for share in shares])
-    assert [args[2] for args, _ in calls] == [2] * 6
-    assert float(trainer.optimizer._lr) == pytest.approx(0.01 * shares[5])
 
 
 class PositionCounter(SimpleNamespace):
@@ -240,8 +200,8 @@ def several(first: bool, agree: Callable) -> SimpleNamespace:
 
 def test_record_of_several_processes_is_of_all_of_them(options, tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "peak_operations", lambda device: 1e9)
-    trainer, told, observer = trainer_of(options), [], Observer()
-    observer.recorded = told.append
+    trainer, told = trainer_of(options), []
+    observer = observer_with(recorded=told.append)
     for first in (True, False):
         trainer.group = several(first, lambda *values: (111, 222))
         running = loop.Loop(trainer, tmp_path, {}, observer, None, None)

@@ -16,7 +16,8 @@ from unittest import mock
 
 import pytest
 import torch
-from made_runs import read_records
+from made_runs import observer_with, read_records
+from safetensors.torch import load_file
 
 from arbcli import load
 from arbcli.base.atomic_files import write_json
@@ -26,14 +27,9 @@ from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.data.text import EVAL_BATCHES
 from arbcli.model.checkpoint import load_checkpoint, save_checkpoint
 from arbcli.training import run as run_module
-from arbcli.training import schedule
 from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
-from arbcli.training.directory import (
-    field_digests,
-    make_next_directory,
-    read_facts,
-)
+from arbcli.training.directory import field_digests, make_next_directory, read_facts
 from arbcli.training.minutes import steps_in
 from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group
@@ -42,21 +38,10 @@ from arbcli.training.resume import accept_of, resume_run
 from arbcli.training.run import start_run
 from arbcli.training.saving import SAVE_SECONDS
 from arbcli.training.schedule import learning_rate
+from arbcli.training.step import TrainingStep
 from arbcli.training.trainer import Trainer
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
-
-
-WORDS = [b"ternary ", b"weights ", b"learn ", b"to ", b"read. "]
-ORDER = torch.randint(0, 5, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
-TEXT = b"".join(WORDS[i] for i in ORDER)
-
-
-@pytest.fixture
-def text(tmp_path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_bytes(TEXT)
-    return str(path)
 
 
 def config(text: str, device, **options):
@@ -79,14 +64,15 @@ def final(run: Path, step: int = 12) -> bytes:
     return (run / f"step-{step:06d}.safetensors").read_bytes()
 
 
-def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
-    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
-    observer = Observer()
-    # a terminal that is closed sends it more than once
-    observer.recorded = lambda record: [signal.raise_signal(signal.SIGHUP) for _ in range(2)]
+def test_hangup_saves_like_a_termination(text, tmp_path, device):
+    def hang_up(_record):
+        for _ in range(2):  # a terminal that is closed sends it more than once
+            signal.raise_signal(signal.SIGHUP)
+
     ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as under `nohup`
     try:
-        report = start_run(config(text, device), tmp_path / "run", observer)
+        settings, observer = config(text, device, log_every=1), observer_with(recorded=hang_up)
+        report = start_run(settings, tmp_path / "run", observer)
         assert report.stopped_by == "SIGHUP"
         assert report.val_loss is None  # nobody waits for an evaluation
         assert report.checkpoint == str(tmp_path / "run" / "step-000001.safetensors")
@@ -97,10 +83,7 @@ def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "steps"),
-    [
-        ({"eval_every": 0}, [10, 12]),
-        ({"log_every": 5, "eval_every": 6}, [5, 6, 10, 12]),
-    ],
+    [({"eval_every": 0}, [10, 12]), ({"log_every": 5, "eval_every": 6}, [5, 6, 10, 12])],
 )
 def test_records_come_as_often_as_requested(options, steps, text, tmp_path, device):
     run = tmp_path / "run"
@@ -122,15 +105,13 @@ def test_long_interval_of_records_survives_a_stop(text, tmp_path, device):
     start_run(config(text, device, **options), run, Observer())
     before = read_records(run)
     assert [record["step"] for record in before] == [12, 13]
-    each, losses = Observer(), []
-    each.recorded = lambda record: losses.append(record.loss)
+    losses = []
+    each = observer_with(recorded=lambda record: losses.append(record.loss))
     start_run(config(text, device, **options | {"log_every": 1}), None, each, save=False)
     assert before[0]["loss"] == pytest.approx(sum(losses[:12]) / 12, rel=1e-12)
     resume_run(run / "step-000011.safetensors", Observer())
     assert read_records(run) == before
-    observer = Observer()
-    observer.noted = notes.append
-    assert resume_run(run, observer).val_loss is None
+    assert resume_run(run, observer_with(noted=notes.append)).val_loss is None
     assert notes[0].startswith("the run is finished: all 13 steps are done; `--resume")
 
 
@@ -140,9 +121,10 @@ def test_unsaved_run_is_the_same_run_and_leaves_nothing(text, tmp_path, device, 
     monkeypatch.chdir(folder)
     settings = config(text, device, batch=1, log_every=1, save_every=1)
     saved = start_run(settings, tmp_path / "run", Observer())
-    observer = Observer()
-    observer.recorded = lambda record: notes.append(record.loss)
-    observer.started = lambda run, trainer, facts: ends.append((run, facts["number"]))
+    observer = observer_with(
+        recorded=lambda record: notes.append(record.loss),
+        started=lambda run, trainer, facts: ends.append((run, facts["number"])),
+    )
     report = start_run(settings, None, observer, save=False)
     assert notes == [record["loss"] for record in read_records(tmp_path / "run")]
     assert ends == [(None, None)]
@@ -152,16 +134,14 @@ def test_unsaved_run_is_the_same_run_and_leaves_nothing(text, tmp_path, device, 
 
 
 def test_run_goes_on_with_the_threads_that_it_began_with(text, tmp_path, device, monkeypatch):
-    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
     monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: 1.0)
     begun, notes, seen = tmp_path / "run", [], []
-    start_run(config(text, device, steps=2, batch=1), begun, StopAt(1))
+    start_run(config(text, device, steps=2, batch=1, log_every=1), begun, StopAt(1))
     facts = read_facts(begun)
     assert facts["threads"] == 1
     write_json(begun / "config.json", facts | {"threads": 2})
-    observer = Observer()
-    observer.noted = notes.append
-    observer.recorded = lambda record: seen.append(torch.get_num_threads())
+    threads = lambda _record: seen.append(torch.get_num_threads())  # noqa: E731
+    observer = observer_with(noted=notes.append, recorded=threads)
     resume_run(begun, observer)
     assert set(seen) == {2}
     assert torch.get_num_threads() == 1
@@ -173,22 +153,13 @@ def test_run_goes_on_with_the_threads_that_it_began_with(text, tmp_path, device,
             resume_run(begun, Observer())
 
 
-def test_run_in_the_folder_of_its_own_text_is_resumed(text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for number in range(3):
-        Path(f"{number}.txt").write_bytes(Path(text).read_bytes())
-    start_run(config(".", "cpu", steps=2), Path("runs/1"), Observer())
-    assert resume_run(Path("runs/1"), Observer(), steps=3).steps == 3
-
-
-def test_text_that_is_overwritten_while_it_is_read_is_noticed(text, tmp_path, monkeypatch):
+def test_text_that_is_overwritten_while_it_is_read_is_noticed(text, tmp_path):
     """Nothing that was trained on it is saved; a change of the time alone is none."""
     path = Path(tmp_path, "copy.txt")
     path.write_bytes(Path(text).read_bytes())
-    begun, size = tmp_path / "run", path.stat().st_size
-    observer, seen = Observer(), []
+    begun, size, seen = tmp_path / "run", path.stat().st_size, []
 
-    def stepped(step, *_):
+    def stepped(step):
         seen.append(step)
         if step == 2:
             os.utime(path, ns=(1, 1))
@@ -196,35 +167,26 @@ def test_text_that_is_overwritten_while_it_is_read_is_noticed(text, tmp_path, mo
             with path.open("r+b") as file:
                 file.write(b"?" * (size // 2))
 
-    monkeypatch.setattr(
-        "arbcli.training.loop.Loop._report_step", lambda self: stepped(self.trainer.step)
-    )
+    observer = observer_with(stepped=stepped)
     with pytest.raises(ArbError, match="the text was changed while the run read it") as told:
         start_run(config(str(path), "cpu", steps=8, save_every=1), begun, observer)
     assert f"--resume {begun}" in told.value.hint
     assert seen[-1] == 4
     names = [path.name for path in checkpoints(begun)]
-    assert names == ["step-000004.safetensors", "step-000003.safetensors"]
+    assert names == ["step-000003.safetensors", "step-000002.safetensors"]
 
 
-def test_error_between_steps_is_raised_after_a_save(text, tmp_path, device, monkeypatch):
-    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 3)
-    observer = Observer()
-    observer.recorded = lambda record: 1 / 0
-    observer.noted = (notes := []).append
+def test_error_between_steps_is_raised_after_a_save(text, tmp_path, device):
+    notes: list[str] = []
+    observer = observer_with(recorded=lambda record: 1 / 0, noted=notes.append)
     with pytest.raises(ZeroDivisionError):
-        start_run(config(text, device), tmp_path / "run", observer)
+        start_run(config(text, device, log_every=3), tmp_path / "run", observer)
     assert notes == ["step 3 is saved: continue with `--resume`"]
     assert load_checkpoint(checkpoints(tmp_path / "run")[0]).step == 3
 
 
 def test_error_within_a_step_saves_no_half_of_it(text, tmp_path, device, monkeypatch):
-    from arbcli.training.step import TrainingStep
-
-    def torn(self, *_):
-        raise RuntimeError
-
-    monkeypatch.setattr(TrainingStep, "__call__", torn)
+    monkeypatch.setattr(TrainingStep, "__call__", mock.Mock(side_effect=RuntimeError))
     with pytest.raises(RuntimeError):
         start_run(config(text, device), tmp_path / "run", Observer())
     assert load_checkpoint(*checkpoints(tmp_path / "run")).step == 0
@@ -239,8 +201,8 @@ def test_run_is_saved_at_the_start_and_by_time(text, tmp_path, device, monkeypat
     monkeypatch.setattr("arbcli.training.saving.save_checkpoint", note)
     start_run(config(text, device, steps=3, save_every=500), tmp_path / "a", Observer())
     assert saved == [0, 3]
-    observer, passed, apart = Observer(), [0], SAVE_SECONDS * 3 // 5
-    monkeypatch.setattr(observer, "stepped", lambda step: passed.append(apart * step))
+    passed, apart = [0], SAVE_SECONDS * 3 // 5
+    observer = observer_with(stepped=lambda step: passed.append(apart * step))
     clock = SimpleNamespace(perf_counter=lambda: passed[-1])
     monkeypatch.setattr("arbcli.training.saving.time", clock)
     start_run(config(text, device, steps=7, save_every=500), tmp_path / "b", observer)
@@ -250,8 +212,8 @@ def test_run_is_saved_at_the_start_and_by_time(text, tmp_path, device, monkeypat
 def test_samples_and_a_trace_change_nothing_of_a_run(text, tmp_path, device, monkeypatch):
     monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: 1.0)
     start_run(config(text, device), tmp_path / "plain", Observer())
-    run, notes, observer = tmp_path / "run", [], Observer()
-    observer.noted = notes.append
+    run, notes = tmp_path / "run", []
+    observer = observer_with(noted=notes.append)
     start_run(config(text, device, sample_every=5), run, observer, profile=2)
     assert final(run) == final(tmp_path / "plain")
     records = [json.loads(line) for line in (run / "metrics.jsonl").open()]
@@ -266,24 +228,12 @@ def test_samples_and_a_trace_change_nothing_of_a_run(text, tmp_path, device, mon
     assert [trace.name for trace in run.glob("*trace*")] == [path.name]
 
 
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory) -> Path:
-    """Train a small run to its end, and leave its text next to it."""
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "text.txt").write_bytes(TEXT)
-    place = "cuda" if torch.cuda.is_available() else "cpu"
-    start_run(config(str(folder / "text.txt"), place), folder / "run", Observer())
-    return folder / "run"
-
-
 @pytest.fixture
 def finished(finished_run, tmp_path) -> Path:
     return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
 
 def test_checkpoint_holds_integers_only(finished_run):
-    from safetensors.torch import load_file
-
     dtypes = {tensor.dtype for tensor in load_file(*checkpoints(finished_run)[:1]).values()}
     assert dtypes == {torch.uint8, torch.int8}
 
@@ -348,8 +298,7 @@ def test_resume_of_a_finished_run_says_so_without_its_text_or_a_model(
     first = start_run(config(text, device), tmp_path / "run", Observer())
     Path(text).unlink()
     monkeypatch.setattr(run_module, "Trainer", mock.Mock(side_effect=AssertionError))
-    observer = Observer()
-    observer.noted = mock.Mock()
+    observer = observer_with(noted=mock.Mock())
     again = resume_run(tmp_path / "run", observer)
     assert again == dataclasses.replace(first, seconds=0.0, sample="", first_step=None)
     (said,) = observer.noted.call_args.args
@@ -360,10 +309,9 @@ def test_resume_of_a_finished_run_says_so_without_its_text_or_a_model(
 
 
 @pytest.fixture
-def started(text, tmp_path, monkeypatch) -> Path:
+def started(text, tmp_path) -> Path:
     """Stop a run after its first step."""
-    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
-    start_run(config(text, "cpu", steps=11), tmp_path / "run", StopAt(0))
+    start_run(config(text, "cpu", steps=11, log_every=1), tmp_path / "run", StopAt(0))
     return tmp_path / "run"
 
 
@@ -442,9 +390,7 @@ def test_checkpoint_of_another_run_is_refused_by_field(started):
     assert {*settings, "seed"} == {*config.decisive(), "seed", "init_from"}
     others = [(saved.config, "heads", "heads", 1), (saved.config, "ctx", "ctx", 8)]
     others += [(saved.config, "direction", "direction", "sign")]
-    others += [
-        (saved.data, name, field, 3) for name, field in (("seed", "seed"), ("digest", "text"))
-    ]
+    others += [(saved.data, "seed", "seed", 3), (saved.data, "digest", "text", 3)]
     others += [(settings, name, name, 3) for name in (*settings, "of a newer version")]
     others += [(saved.data, "settings", "settings", [3])]
     for place, name, field, value in others:
@@ -463,7 +409,7 @@ def test_checkpoint_of_another_run_is_refused_by_field(started):
 
 
 def test_resume_refuses_a_checkpoint_that_was_copied_from_another_run(started, text, tmp_path):
-    others = config(text, "cpu", steps=11, lr=0.5, schedule="linear")
+    others = config(text, "cpu", steps=11, log_every=1, lr=0.5, schedule="linear")
     start_run(others, tmp_path / "other", StopAt(0))
     copied = "step-000001.safetensors"
     shutil.copy(tmp_path / "other" / copied, started / copied)
@@ -497,7 +443,7 @@ def test_resume_stops_at_a_checkpoint_that_may_be_whole(finished):
     with pytest.raises(ArbError, match=f"cannot read `{newest}`"):
         resume_run(run, Observer())
     newest.unlink()
-    newer = final(run).replace(b'\\"format\\":1', b'\\"format\\":2')
+    newer = final(run, 4).replace(b'\\"format\\":1', b'\\"format\\":2')
     newest.write_bytes(newer)
     with pytest.raises(ArbError, match="newer arb"):
         resume_run(run, Observer())
@@ -507,8 +453,6 @@ def test_resume_stops_at_a_checkpoint_that_may_be_whole(finished):
 def test_train_stops_after_three_steps_without_finite_gradients(
     text, tmp_path, device, monkeypatch
 ):
-    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
-
     loss_of = Trainer.train_step
 
     def poisoned(self):
@@ -522,20 +466,18 @@ def test_train_stops_after_three_steps_without_finite_gradients(
 
     monkeypatch.setattr(Trainer, "train_step", poisoned)
     with pytest.raises(ArbError, match="3 steps had gradients that are not finite"):
-        start_run(config(text, device), tmp_path / "run", Observer())
+        start_run(config(text, device, log_every=1), tmp_path / "run", Observer())
     kept = load_checkpoint(checkpoints(tmp_path / "run")[0])
     assert kept.step == 5
     assert kept.counters["nonfinite_steps"] == 0
 
 
 def test_twin_stops_where_its_loss_is_not_finite_and_does_not_resume(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(schedule, "LOG_EVERY", 1)
-    monkeypatch.setattr(
-        "arbcli.training.trainer.Trainer.train_step",
-        lambda trainer: setattr(trainer, "step", trainer.step + 1) or torch.tensor(torch.nan),
-    )
+    step = lambda self: setattr(self, "step", self.step + 1) or torch.tensor(torch.nan)  # noqa: E731
+    monkeypatch.setattr(Trainer, "train_step", step)
+    settings = config(text, "cpu", weights="float", log_every=1)
     with pytest.raises(ArbError, match="the loss is nan") as caught:
-        start_run(config(text, "cpu", weights="float"), tmp_path / "run", Observer())
+        start_run(settings, tmp_path / "run", Observer())
     assert "smaller `--lr`" in caught.value.hint
     with pytest.raises(ArbError, match="float baselines have no checkpoints") as caught:
         resume_run(tmp_path / "run", Observer())
@@ -549,11 +491,9 @@ def test_load_warns_of_a_checkpoint_that_it_passes_over(started):
         load(started, device="cpu")
 
 
-@pytest.mark.parametrize("minutes", [0.02])
-def test_minutes_become_a_recorded_number_of_steps(minutes, text, tmp_path, device):
-    report = start_run(
-        config(text, device, steps=10**6), tmp_path / "run", Observer(), minutes=minutes
-    )
+def test_minutes_become_a_recorded_number_of_steps(text, tmp_path, device):
+    settings = config(text, device, steps=10**6)
+    report = start_run(settings, tmp_path / "run", Observer(), minutes=0.02)
     facts = json.loads((tmp_path / "run" / "config.json").read_text())
     assert report.steps == facts["config"]["steps"] < 10**5
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from states import assert_same, state_of
 
 from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import EAGER_STEPS, deterministic
@@ -21,7 +22,7 @@ def after_steps(text, small_graph, number=2, **options) -> dict[str, torch.Tenso
     trainer = Trainer(config, texts)
     for _ in range(options.get("steps", number)):
         trainer.train_step()
-    return {name: part.clone() for name, part in trainer.model.state_dict().items()}
+    return state_of(trainer.model)
 
 
 def test_scales_of_an_area_move_by_the_losses_that_are_named(text, small_graph):
@@ -39,7 +40,7 @@ def test_scales_that_all_losses_move_take_the_steps_of_before(text, small_graph)
     routes = [f"{area}=ponder+text+ponder" for area in ("moe_graph", "codebook", "mlp")]
     plain = after_steps(text, small_graph)
     routed = after_steps(text, small_graph, scale_losses=routes)
-    assert all(torch.equal(plain[name], routed[name]) for name in plain)
+    assert_same(plain, routed)
 
 
 def test_inputs_of_a_step_stay_until_a_late_copy_has_run(text):
@@ -61,36 +62,33 @@ def test_inputs_of_a_step_stay_until_a_late_copy_has_run(text):
         assert torch.equal(inputs, torch.cat([part.flatten() for part in parts]))
 
 
-def small_config(folder, rule, compute="bf16"):
-    path = folder / "text.txt"
-    path.write_bytes(b"ternary weights learn to read. " * 400)
+def small_config(text, rule, compute="bf16"):
     shape = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 32, "batch": 8, "accum": 2}
-    return new_config(data=[str(path)], rule=rule, device="cuda", compute=compute, **shape)
+    return new_config(data=[text], rule=rule, device="cuda", compute=compute, **shape)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rule", "compute"), [*((rule, "bf16") for rule in RULES), ("moment", "fp8")]
 )
-def test_captured_steps_give_the_bits_of_eager_steps(rule, compute, tmp_path):
-    config = small_config(tmp_path, rule, compute)
+def test_captured_steps_give_the_bits_of_eager_steps(rule, compute, text):
+    config = small_config(text, rule, compute)
     texts = open_texts(config.data, None, seed=0, context=32)
     states, losses = [], []
     with deterministic():
         for capture in (False, True):
             trainer = Trainer(config, texts, capture=capture)
             losses.append([float(trainer.train_step()) for _ in range(EAGER_STEPS + 6)])
-            states.append({name: t.clone() for name, t in trainer.model.state_dict().items()})
+            states.append(state_of(trainer.model))
             assert (trainer._graph is not None) == capture
     assert losses[0] == losses[1]
-    for name in states[0]:
-        assert torch.equal(states[0][name], states[1][name]), name
+    assert_same(*states)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
-def test_step_never_waits_for_the_gpu(rule, tmp_path):
-    config = small_config(tmp_path, rule)
+def test_step_never_waits_for_the_gpu(rule, text):
+    config = small_config(text, rule)
     with deterministic():
         texts = open_texts(config.data, None, seed=0, context=32)
         trainer = Trainer(config, texts, capture=True)
@@ -104,15 +102,13 @@ def test_step_never_waits_for_the_gpu(rule, tmp_path):
     assert trainer._graph is not None
 
 
-def hnet_config(folder, **options):
-    path = folder / "text.txt"
-    path.write_bytes(b"chunks of ternary weights learn to read. " * 400)
+def hnet_config(text, **options):
     shape = {
         "preset": "hnet-tiny", "dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 64, "batch": 4,
         "outer_dim": (64, 64), "outer_layers": (1, 1), "outer_heads": (2, 2), "outer_ffn": (96, 96),
         "chunk_length": (3, 2), "window": 16, "accum": 2,
     }  # fmt: skip
-    return new_config(data=[str(path)], device="cuda", steps=20, **shape | options)
+    return new_config(data=[text], device="cuda", steps=20, **shape | options)
 
 
 HNETS = [
@@ -123,8 +119,8 @@ HNETS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", HNETS, ids=str)
-def test_captured_steps_of_chunks_give_the_bits_of_eager_steps_and_never_wait(options, tmp_path):
-    config = hnet_config(tmp_path, **options)
+def test_captured_steps_of_chunks_give_the_bits_of_eager_steps_and_never_wait(options, text):
+    config = hnet_config(text, **options)
     texts = open_texts(config.data, None, seed=0, context=64)
     states, losses, gauges = [], [], []
     with deterministic():
@@ -138,18 +134,16 @@ def test_captured_steps_of_chunks_give_the_bits_of_eager_steps_and_never_wait(op
                 torch.cuda.set_sync_debug_mode("default")
             assert (trainer._graph is not None) == capture
             losses.append([float(loss) for loss in of_steps])
-            states.append({name: t.clone() for name, t in trainer.model.state_dict().items()})
+            states.append(state_of(trainer.model))
             gauges.append(trainer.model.gauges())
     assert losses[0] == losses[1]
     assert gauges[0] == gauges[1]
 
 
-def test_forward_without_a_backward_does_not_hold_the_next_step_back(tmp_path):
+def test_forward_without_a_backward_does_not_hold_the_next_step_back(text):
     """As where an error came between them; else no weight would step again, for ever."""
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"ternary weights learn to read. " * 40)
     shape = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
-    config = new_config(data=[str(path)], device="cpu", compute="fp32", **shape)
+    config = new_config(data=[text], device="cpu", compute="fp32", **shape)
     states = []
     for forwards in (0, 1):
         trainer = Trainer(config, open_texts(config.data, None, seed=0, context=16))
@@ -157,5 +151,4 @@ def test_forward_without_a_backward_does_not_hold_the_next_step_back(tmp_path):
             trainer.model.loss(*trainer.fetch(0, "cpu"))
         trainer.train_step()
         states.append(trainer.model.state_dict())
-    for name in states[0]:
-        assert torch.equal(states[0][name], states[1][name]), name
+    assert_same(*states)

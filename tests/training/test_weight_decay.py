@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from arbcli.base.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.updater import Updater
@@ -26,8 +25,7 @@ def stepped(weight_decay: float) -> dict[str, tuple[bool, torch.Tensor]]:
         updater.begin(step, LR)
         for tensor in tensors.values():
             updater(
-                tensor,
-                torch.randn(tensor.out_features, tensor.in_features, generator=generator),
+                tensor, torch.randn(tensor.out_features, tensor.in_features, generator=generator)
             )
         updater.finish()
     return {
@@ -48,8 +46,3 @@ def test_matrices_shrink_by_a_128th_of_the_rate_times_the_decay_and_vectors_do_n
             ratio = float(decayed[name][1].norm() / z.norm())
             assert ratio == pytest.approx(share, abs=0.05)  # steps decay for a shorter time
     assert vectors
-
-
-def test_votes_cannot_decay():
-    with pytest.raises(ArbError, match="no remainder that could decay"):
-        new_config(**SHAPE, rule="votes", weight_decay=0.1)

@@ -4,10 +4,7 @@ import pytest
 import torch
 
 from arbcli.families.ahead.kernels import attend_ahead as of_several
-from arbcli.families.ahead.kernels.attend_ahead import (
-    attend_ahead,
-    attend_in_turn,
-)
+from arbcli.families.ahead.kernels.attend_ahead import attend_ahead, attend_in_turn
 from arbcli.kernels.attention.attend_parts import attend_parts
 from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.matmul.prepacked import prepack

@@ -1,14 +1,13 @@
 """Weights of a block that are decoded in one launch: the same bits, and never old ones."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from states import assert_same
 
 from arbcli.config.presets import preset
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers import decoded_groups, group_product
+from arbcli.model.layers import group_product
 
 SIZES = {"dim": 8, "layers": 1, "heads": 2, "ffn": 8, "ctx": 65, "sub_norms": False}
 
@@ -48,50 +47,7 @@ def test_decoding_ahead_changes_no_bit_and_saves_launches(device, backend, monke
         weight.group = None
     first = step(together, device)
     assert groups == [13, 9]
-    second = step(alone, device)
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
-
-
-def weights_of(model: LanguageModel) -> list:
-    parts = [(block.attention, block.mlp) for block in model.blocks]
-    layers = [(a.qkv, a.output, mlp.gate_up, mlp.output) for a, mlp in parts]
-    return [layer.weight for block in layers for layer in block] + [model.head.weight]
-
-
-def test_a_forward_keeps_what_its_backward_begins_with(device, backend, monkeypatch):
-    model = build(device, layers=2)
-    weights = weights_of(model)
-    assert [weight.group.kept_for_backward for weight in weights] == [False] * 5 + [True] * 4
-    ids = (torch.arange(66, device=device) * 7 % 256)[None]
-    with torch.no_grad():
-        model.loss(ids[:, :-1], ids[:, 1:])
-    assert all(weight._ready is None for weight in weights)
-    model.loss(ids[:, :-1], ids[:, 1:]).backward()
-    assert all(weight._ready is None for weight in weights)
-    model.loss(ids[:, :-1], ids[:, 1:])
-    assert [weight._ready is not None for weight in weights] == [False] * 5 + [True] * 4
-    monkeypatch.setattr(decoded_groups, "MOST_KEPT", 4 * 8 * 8)
-    assert not any(weight.group.kept_for_backward for weight in weights_of(build(device, layers=2)))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_head_whose_losses_are_computed_in_chunks_is_not_decoded_ahead(tied):
-    config = replace(preset("tiny", **SIZES), vocabulary=5000, tied=tied)
-    weights = weights_of(LanguageModel(config))
-    assert weights[0].group.forward_weights == tuple(weights[1:4])
-    assert weights[4].group is None
-
-
-def test_stacks_of_a_chunked_model_are_decoded_apart():
-    sizes = SIZES | {"layers": 2, "outer_dim": (8,), "outer_heads": (2,), "outer_ffn": (8,)}
-    config = preset("hnet-base", **sizes | {"ctx": 96, "window": 16})
-    model = LanguageModel(config, torch.float32, recompute=True)
-    stage = model.stages[0]
-    for stack in (stage.encoder, model.blocks, stage.decoder):
-        weights = [weight for block in stack.weights_of_blocks() for weight in block]
-        assert weights[0].group.forward_weights == tuple(weights[1:4])
-    assert model.head.weight.group is None
+    assert_same(step(alone, device), first)
 
 
 def test_decoded_weights_are_not_used_after_a_change(device, backend):

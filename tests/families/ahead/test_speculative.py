@@ -146,3 +146,9 @@ def test_memory_of_unstored_positions_is_counted():
         plain, checked = (Decoder(lm, 30, backend=KERNELS, ahead=ahead) for ahead in (1, 4))
     new = 2 * 2 * 4 * DIM * DTYPES[0].itemsize  # blocks, keys and values
     assert checked.nbytes - plain.nbytes == new
+
+
+def test_losses_of_the_head_sum_to_its_weight():
+    ahead = AheadConfig(positions=4, width=14, weight=0.3)
+    weights = replace(preset("tiny"), ahead=ahead).loss_weights
+    assert sum(weights[name] for name in ahead.losses) == pytest.approx(0.3)

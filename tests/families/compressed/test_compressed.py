@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from handed import chosen_by, handed
-from references import logits_in_parts
+from made_runs import model_of
+from references import assert_agrees, logits_in_parts
 
-from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
 from arbcli.families.compressed.kernels.choose_entries import choose_entries
 from arbcli.families.compressed.kernels.compressed_attention import Sight, compressed_attention
@@ -15,8 +15,6 @@ from arbcli.inspect.memory import measure, predict
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.updater import Updater
-from arbcli.verify import parity
-from arbcli.verify.subjects import Subject
 
 CTX = 24
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -28,8 +26,7 @@ def model(small_compressed, **options) -> LanguageModel:
     With equal ones many sums of products are zero but for their rounding. What is chosen by them
     depends on the order of additions, which processors do not share.
     """
-    given = {key: value for key, value in small_compressed.items() if key != "batch"} | options
-    lm = build_model(preset(given.pop("preset"), **given | {"scale_type": "T4"}), torch.float32)
+    lm = build_model(model_of(small_compressed, **options, scale_type="T4"), torch.float32)
     lm.initialise(0)
     generator = torch.Generator().manual_seed(0)
     for weight in lm.weights().values() if lm.config.weights == "ternary" else ():
@@ -104,40 +101,8 @@ def test_byte_is_seen_through_its_entry_once_that_is_complete(small_compressed):
     assert moved == [place == 7 or place >= 11 for place in range(CTX)]
 
 
-def test_choice_of_all_entries_is_dense_attention_bit_by_bit(small_compressed):
-    options = {"layers": 1, "ratios": (3,)}
-    chosen = model(small_compressed, top_k=8, **options)
-    dense = model(small_compressed, indexed_ratio=2, **options)
-    assert dense.blocks[0].attention.indexer is None
-    state = chosen.state_dict()
-    dense.load_state_dict({name: state[name] for name in dense.state_dict()})
-    few = model(small_compressed, top_k=7, **options)
-    few.load_state_dict(state)
-    with torch.no_grad():
-        assert torch.equal(chosen(text()), dense(text()))
-        logits, wanted = (logits_in_parts(lm, text(1), PARTS["ragged"]) for lm in (chosen, dense))
-        assert torch.equal(logits, wanted)
-        difference = (few(text()) - dense(text())).abs().amax(dim=(0, 2))
-    assert difference[-1] > 1e-3 > 1e-5 > difference[:-1].max()
-    losses, grads = zip(*(text_gradients(lm) for lm in (chosen, dense)), strict=True)
-    assert torch.equal(*losses)
-    assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
-
-
-def text_gradients(lm) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Find the loss of a text, and its gradients by weight."""
-    gradients: dict[str, torch.Tensor] = {}
-    for name, weight in lm.weights().items():
-        weight.sink = lambda _tensor, grad, *_, name=name: gradients.update({name: grad})
-    lm.forget_uses()
-    loss = lm.losses(text(), text())["text"]
-    loss.backward()
-    return loss.detach(), gradients
-
-
 def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
-    given = {key: value for key, value in small_compressed.items() if key != "batch"}
-    config = preset(given.pop("preset"), **given | {"dim": 48, "ffn": 48, "ratios": (3,)})
+    config = model_of(small_compressed, dim=48, ffn=48, ratios=(3,))
     lm = build_model(config, torch.float32, fp8=True)
     lm.initialise(0)
     indexer = lm.blocks[0].attention.indexer
@@ -155,20 +120,6 @@ def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
     assert lm(text(1)).isfinite().all()
 
 
-def test_indexer_reads_the_norm_with_its_gains(small_compressed):
-    given = {key: value for key, value in small_compressed.items() if key != "batch"}
-    lm = build_model(replace(preset(given.pop("preset"), **given), norm_gain=True), torch.float32)
-    lm.initialise(0)
-    (block, *_) = (block for block in lm.blocks if block.attention.indexer)
-    indexer, norm = block.attention.indexer, block.attention_norm
-    norm.weight.exponent += (torch.arange(norm.weight.exponent.numel()) % 3)[:, None]
-    x = torch.randn(1, 3, lm.config.main.dim, generator=torch.Generator().manual_seed(0))
-    angles = torch.ones(3, indexer.width // 2), torch.zeros(3, indexer.width // 2)
-    wanted = indexer.queries(norm(x), None, angles)
-    assert all(map(torch.equal, indexer.queries(x, norm, angles), wanted))
-    assert not torch.allclose(indexer.queries(x, None, angles)[1], wanted[1])
-
-
 def test_sink_without_entries_takes_all_weight():
     x = torch.randn(1, 5, 2, 4)
     recent, table = torch.randn(1, 5, 1, 4), torch.ones(5, 2)
@@ -178,42 +129,9 @@ def test_sink_without_entries_takes_all_weight():
     assert torch.allclose(logs, torch.tensor(60.0))
 
 
-def test_indexer_learns_from_the_divergence_and_nothing_else_does(small_compressed):
-    lm, ids = model(small_compressed), text()
-    seen: dict[str, float] = {}
-    for name, weight in lm.weights().items():
-        weight.sink = lambda _tensor, grad, *_, name=name: seen.update({name: float(grad.norm())})
-    trained = {}
-    for part in ("text", "indexer"):
-        seen.clear()
-        lm.forget_uses()
-        lm.losses(ids, ids)[part].backward()
-        trained[part] = {name for name, norm in seen.items() if norm > 0}
-    indexers = {name for name in lm.weights() if ".indexer." in name}
-    assert indexers
-    assert trained["indexer"] == indexers
-    assert trained["text"] == {n for n, w in lm.weights().items() if not w.frozen} - indexers
-
-
 def test_options_agree_with_their_reference(small_compressed, device):
     config = model(small_compressed, **MEANS_AND_GAINS | {"kv_heads": 2}).config
-    backend = "triton" if device.type == "cuda" else "torch"
-    run = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
-    results = [*parity.check_model(Subject("", config, *run))]
-    assert not [result for result in results if not result.passed]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"kv_heads": 3}, "do not divide"), ({"head_width": 3}, "`head_width` is 3"),
-        ({"ratios": (4, 1)}, "`ratios`"), ({"rotary": 40}, "40 cannot be rotated"),
-        ({"index_width": 6}, "`index_width` is 6"),
-    ],
-)  # fmt: skip
-def test_shapes_that_do_not_fit_are_refused(options, said, small_compressed):
-    with pytest.raises(ArbError, match=said):
-        model(small_compressed, **options)
+    assert_agrees(replace(config, norm_gain=True), device, "bits")
 
 
 WIDE = {"heads": 128, "head_width": 512, "kv_heads": 1, "rotary": 64}

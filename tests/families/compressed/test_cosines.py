@@ -9,7 +9,10 @@ from torch.nn import functional
 
 from arbcli.families.compressed.kernels.compressed_attention import Sight, compressed_attention
 from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
-from arbcli.families.compressed.verify.compressed_attention import random_sight
+from arbcli.families.compressed.verify.compressed_attention import (
+    compressed_attention_reference,
+    random_sight,
+)
 from arbcli.kernels.runtime.backend import use_backend
 
 WIDTHS = [64, 128, 512]
@@ -21,37 +24,18 @@ SAMPLED = 64
 """Queries of a text that are compared, at most."""
 
 
-def softmax_in_float64(inputs: tuple, places: torch.Tensor) -> torch.Tensor:
-    """Attend with the queries at some places, over a row of all keys each: (B, n, H, d)."""
+def in_float64(inputs: tuple, places: torch.Tensor) -> torch.Tensor:
+    """Attend with the queries at some places, each as if it came alone: (B, n, H, d)."""
     x, recent, entries, chosen, sink, cos, sin, sight = inputs
-    x, recent, entries, sink = (part.double() for part in (x, recent, entries, sink))
-    (_, length, heads, width), number = x.shape, entries.shape[1]
-    lead = recent.shape[1] - length
-    turn = torch.complex(cos[places].double(), sin[places].double())[:, None]
-
-    def rotated(v: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        turned = torch.complex(*v.chunk(2, dim=-1)) * by
-        return torch.cat((turned.real, turned.imag), dim=-1)
-
-    q = x[:, places]
-    q = rotated(q / (q.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt(), turn)
-    complete = ((sight.start + places + 1) // sight.ratio)[:, None]
-    slots = torch.arange(number, device=x.device)
-    seen = ((slots < complete) & (slots >= complete - sight.max_entries))[None]
-    if chosen is not None:
-        picked = chosen[:, complete[:, 0] - sight.group(0)].long()  # (B, n, k)
-        marks = torch.zeros(*picked.shape[:2], number + 1, dtype=torch.bool, device=x.device)
-        seen = marks.scatter(2, picked % (number + 1), True)[..., :number]
-    age = lead + places[:, None] - torch.arange(recent.shape[1], device=x.device)
-    near = ((age >= 0) & (age < sight.window))[None].expand(len(x), -1, -1)
-    seen = torch.cat((seen.expand(len(x), -1, -1), near), dim=2)[:, :, None]
-    keys = torch.cat((entries, recent), dim=1)
-    keys = keys.repeat_interleave(heads // keys.shape[2], dim=2)  # (B, S, H, d)
-    scores = torch.einsum("bnhd,bshd->bnhs", q, keys) / width**0.5
-    scores = scores.masked_fill(~seen, -torch.inf)
-    scores = torch.cat((scores, sink[:, None].expand(*scores.shape[:3], 1)), dim=3)
-    weights = scores.softmax(dim=3)[..., :-1]
-    return rotated(torch.einsum("bnhs,bshd->bnhd", weights, keys), turn.conj())
+    lead, rows = recent.shape[1] - x.shape[1], []
+    for t in places.tolist():
+        here, at = slice(t, t + 1), sight._replace(start=sight.start + t)
+        group = at.group(0) - sight.group(0)
+        of_group = None if chosen is None else chosen[:, group : group + 1]
+        vectors = x[:, here], recent[:, : lead + t + 1], entries, of_group
+        y, *_ = compressed_attention_reference(*vectors, sink, cos[here], sin[here], at, 1e-6)
+        rows.append(y)
+    return torch.cat(rows, dim=1)
 
 
 def drawn(width: int, length: int, kind: str, dtype: torch.dtype, start: int, device) -> tuple:
@@ -74,10 +58,9 @@ def check(width, length, kind, dtype, start, device) -> None:
     inputs = drawn(width, length, kind, dtype, start, device)
     places = torch.linspace(0, length - 1, min(length, SAMPLED), device=device).long()
     got = compressed_attention(*inputs, 1e-6)[0][:, places]
-    assert cosine_of(got, softmax_in_float64(inputs, places)) >= DTYPES[dtype]
-    by_byte = functional.cosine_similarity(
-        got.double().flatten(2), softmax_in_float64(inputs, places).flatten(2), dim=2
-    )
+    wanted = in_float64(inputs, places)
+    assert cosine_of(got, wanted) >= DTYPES[dtype]
+    by_byte = functional.cosine_similarity(got.double().flatten(2), wanted.flatten(2), dim=2)
     assert by_byte.min() >= DTYPES[dtype] - 1e-4  # no byte is hidden by the others
 
 
@@ -119,5 +102,5 @@ def test_one_byte_at_the_end_is_close_to_float64(width, dtype, kind, device):
     about = (sink, position, *table, semaphores, sight.ratio, sight.max_entries, 1e-6)
     with use_backend("triton" if on_gpu else "torch"):
         got = decode_compressed(x[0, 0].contiguous(), ring, slots, choice, *about)
-    wanted = softmax_in_float64(inputs, torch.zeros(1, dtype=torch.int64, device=device))
+    wanted = in_float64(inputs, torch.zeros(1, dtype=torch.int64))
     assert cosine_of(got, wanted[0, 0]) >= DTYPES[dtype]

@@ -1,28 +1,15 @@
-"""Experts, their load, and iterations over experts and graph: equations, halting, bounds."""
-
-from dataclasses import replace
+"""Experts: how many are computed at once, bounds of gates, draws by a hash, and their load."""
 
 import pytest
 import torch
-from graph_parts import (
-    assert_same,
-    fill_memories,
-    graph_config,
-    initialised,
-    normal,
-    plain,
-    spec,
-    text,
-)
-from torch import nn
+from graph_parts import graph_config, initialised, normal, spec, text
+from references import assert_agrees
 
 from arbcli.config.presets import preset
 from arbcli.families.experts import weight as expert_weight
 from arbcli.families.experts.config import ExpertsConfig
 from arbcli.families.experts.hashed import hashed_experts
 from arbcli.families.experts.mixture import Experts, Gate
-from arbcli.families.graph.codebook import Codebook, Found
-from arbcli.families.graph.moe_graph import Iterated, MoEGraph
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.norm.rms_norm import FEW_ROWS
 from arbcli.model.build import build_model
@@ -31,36 +18,12 @@ from arbcli.model.ngrams import ngram_keys, reading_of
 from arbcli.model.updater import Updater
 
 ITERATED = graph_config().main.memories.iterated
-POSITIONS = 7
 GOLDEN = 0x9E3779B97F4A7C15
 
 
-def config_of(**options) -> ExpertsConfig:
-    return graph_config(**options).main.memories.iterated.experts
-
-
-def part(**options) -> Experts:
-    experts = Experts(config_of(**options), spec(), ITERATED.expert_dim, ITERATED.gate_dim)
-    experts = initialised(experts)
-    fill_memories(experts)
-    return experts
-
-
-def inputs(seed=0) -> tuple[torch.Tensor, torch.Tensor]:
-    shapes = ((POSITIONS, ITERATED.expert_dim), (POSITIONS, ITERATED.gate_dim))
-    return tuple(normal(*shape, seed=seed + i) for i, shape in enumerate(shapes))
-
-
-def reference(tested: Experts, config=None):
-    config = config or config_of()
-    return lambda w, x, query: plain(config, w, tested)(query, x, None)
-
-
-@pytest.mark.parametrize(("top_k", "at_once"), [(2, 1), (4, 2**25)])
-def test_experts_equal_a_loop_over_positions(top_k, at_once, monkeypatch):
-    monkeypatch.setattr(expert_weight, "WEIGHTS_AT_ONCE", at_once)
-    tested = part(moe_top_k=top_k)
-    assert_same(tested, inputs(), tested.mix, reference(tested, config_of(moe_top_k=top_k)))
+def test_model_with_one_expert_at_a_time_agrees_with_the_reference(monkeypatch, device):
+    monkeypatch.setattr(expert_weight, "WEIGHTS_AT_ONCE", 1)
+    assert_agrees(graph_config(), device)
 
 
 def test_clamp_has_no_gradient_beyond_its_bounds():
@@ -94,13 +57,10 @@ def test_hashed_experts_are_drawn_from_those_that_are_left(number, top_k):
     assert torch.equal(later.view(3, 4, -1), hashed.view(3, 9, -1)[:, -4:])
 
 
-def new_gate(top_k: int) -> Gate:
-    return initialised(Gate(config_of(moe_top_k=top_k), ITERATED.gate_dim, spec(), "experts"))
-
-
 def gate_that_prefers(expert: int) -> tuple[Gate, torch.Tensor]:
     """Make a gate, and 32 queries for one expert."""
-    gate = new_gate(1)
+    config = graph_config(moe_top_k=1).main.memories.iterated.experts
+    gate = initialised(Gate(config, ITERATED.gate_dim, spec(), "experts"))
     signs = torch.full((4, ITERATED.gate_dim), -1, dtype=torch.int8)
     signs[expert] = 1
     gate.keys.weight.trits.copy_(pack_trits(signs))
@@ -127,10 +87,8 @@ def test_balance_moves_against_the_load():
 @pytest.mark.parametrize("name", ["norm", "sub_norm"])
 def test_rows_of_several_texts_are_normalised_few_at_a_time(name, monkeypatch):
     """With more at once, a program has other threads for a row, whose sums have other orders."""
-    experts_of_rows, seen = (
-        initialised(Experts(ExpertsConfig(experts=4, width=7, top_k=3), spec(), 40)),
-        [],
-    )
+    experts_of_rows = initialised(Experts(ExpertsConfig(experts=4, width=7, top_k=3), spec(), 40))
+    seen = []
 
     def note(x):
         seen.append(len(x))
@@ -140,33 +98,6 @@ def test_rows_of_several_texts_are_normalised_few_at_a_time(name, monkeypatch):
         monkeypatch.setattr(experts_of_rows.sub_norm, "forward", note)
     experts_of_rows.step_texts(normal(9, 1, 40), note if name == "norm" else lambda x: x, None)
     assert (sum(seen), max(seen)) == (27, FEW_ROWS)
-
-
-CODES = 32
-ROWS, LENGTH = 2, 6
-
-
-class Both(nn.Module):
-    """The iterations, and the codebook whose rows the edges carry."""
-
-    def __init__(self, **options) -> None:
-        super().__init__()
-        memories, where = graph_config(**options).main.memories, spec(**options)
-        self.graph = MoEGraph(memories.iterated, where, memories.codebook.width)
-        self.codebook = Codebook(replace(memories.codebook, heads=1), where, "codebook")
-        initialised(self)
-        fill_memories(self)
-
-    def forward(self, x, confidence) -> Iterated:
-        return self.graph(x, self.codebook, Found(x, codes(), confidence))
-
-
-def codes() -> torch.Tensor:
-    return torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * 5 % CODES
-
-
-def iterated_inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    return normal(ROWS, LENGTH, 40), normal(ROWS, LENGTH, seed=1).sigmoid()
 
 
 def test_six_of_384_experts_step_together():
@@ -191,30 +122,3 @@ def test_six_of_384_experts_step_together():
     moved = (experts.down.trits != before).view(384, -1).any(dim=1)
     assert moved.any()
     assert not moved[gate.load == 0].any()
-
-
-@pytest.mark.parametrize("options", [{}, {"graph_gate": True}], ids=str)
-def test_filled_graph_changes_the_first_choice_where_edges_enter_the_query(options):
-    both, outputs = Both(**options), {}
-    assert (both.graph.edges.score > 0).any()
-    for state in ("filled", "empty"):
-        keep = outputs.setdefault(state, []).append
-        hook = both.graph.experts.gate.register_forward_hook(lambda *call, keep=keep: keep(call[2]))
-        both(*iterated_inputs())
-        hook.remove()
-        both.graph.edges.score.zero_()
-    (filled, _), (empty, _) = outputs["filled"][0], outputs["empty"][0]
-    assert torch.equal(filled, empty) == (not options)
-    assert not torch.equal(outputs["filled"][1][0], outputs["empty"][1][0])  # through the stream
-
-
-def test_filled_graph_scales_adapters_and_an_empty_graph_does_not():
-    options = {"moe": False, "max_moe_iters": 1}
-    both, plain = Both(**options, graph_adapters=True), Both(**options)
-    state = both.state_dict()
-    plain.load_state_dict({name: state[name] for name in plain.state_dict()})
-    for silent in (both, plain):
-        silent.graph.message.weight.trits.fill_(121)  # zeros: messages carry nothing
-    assert not torch.equal(both(*iterated_inputs()).x, plain(*iterated_inputs()).x)
-    both.graph.edges.score.zero_()
-    assert torch.equal(both(*iterated_inputs()).x, plain(*iterated_inputs()).x)

@@ -4,10 +4,7 @@ import pytest
 import torch
 
 from arbcli.families.experts.kernels import grouped_matmul as module
-from arbcli.families.experts.kernels.grouped_matmul import (
-    grouped_grad_w,
-    grouped_matmul,
-)
+from arbcli.families.experts.kernels.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.families.experts.verify.grouped_matmul import (
     grouped_grad_w_verification,
     grouped_matmul_verification,

@@ -1,21 +1,12 @@
 """Models with codebooks and iterated experts: equations, parts left out, cache, training."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-from graph_parts import (
-    CLOSE,
-    assert_same,
-    decoded,
-    fill_memories,
-    graph_config,
-    model,
-    normal,
-    text,
-)
-from references import logits_in_parts, reference_logits
+from graph_parts import CLOSE, graph_config, model, text
+from made_runs import model_of
+from references import assert_agrees, logits_in_parts, reference_logits
 from torch.nn.functional import cross_entropy
 
 from arbcli.base.errors import ArbError
@@ -23,16 +14,19 @@ from arbcli.config.presets import preset
 from arbcli.families.compressed.config import CompressedAttentionConfig
 from arbcli.model import decoding
 from arbcli.model.build import build_model
-from arbcli.model.language_model import LanguageModel
 from arbcli.training.step import minimised
 from arbcli.verify.reference import Reference
 
-PARTS = {
-    "attention": "blocks.0.attention", "sequencer": "sequencer", "codebook": "codebook",
-    "knowledge_codebook": "knowledge", "moe": "moe_graph.experts", "graph": "moe_graph.edges",
-    "router": "router", "memgram": "memgram",
-}  # fmt: skip
-"""By flag, where in the model a part is."""
+PARTS = (
+    "attention",
+    "sequencer",
+    "codebook",
+    "knowledge_codebook",
+    "moe",
+    "graph",
+    "router",
+    "memgram",
+)
 LEFT_OUT = [
     {"attention": False, "moe_gate": "softplus", "shared_expert": True},
     {"sequencer": False, "moe_gate": "hash", "moe_clamp": True},
@@ -40,39 +34,28 @@ LEFT_OUT = [
     {"codebook": False, "graph": False, "router": False},
     {"moe": False, "graph": False, "sub_norms": False},
     dict.fromkeys(PARTS, False),
+    {"moe_top_k": 4},
 ]
 LENGTH = 21
 
 
-@pytest.mark.parametrize(("layers", "before"), [(1, 0), (3, 1), (4, 2)])
-def test_smaller_half_of_the_blocks_is_before_codebooks_and_experts(layers, before):
-    lm, order = model(layers=layers), []
-    for name in (*(f"blocks.{index}" for index in range(layers)), "codebook", "moe_graph"):
-        part = lm.get_submodule(name)
-        part.register_forward_hook(lambda *_, name=name: order.append(name))
-    with torch.no_grad():
-        lm(text(1))
-    blocks = [f"blocks.{index}" for index in range(layers)]
-    assert order == [*blocks[:before], "codebook", "moe_graph", *blocks[before:]]
-
-
 @pytest.mark.parametrize("options", LEFT_OUT, ids=str)
-def test_logits_and_gradients_equal_autograd(options):
-    lm = model(**options)
-    assert_same(lm, (text(2, 8),), lm, lambda w, ids: reference_logits(lm, ids, weights=w))
+def test_model_agrees_with_the_reference_in_every_gradient(options, device):
+    assert_agrees(graph_config(**options), device)
 
 
 def test_cached_logits_equal_those_of_the_whole_text():
     """Also of a text longer than the context, in sliding windows."""
     lm, ids = model(), text(1, LENGTH)
     with torch.no_grad():
-        expected = reference_logits(lm, ids, weights=decoded(lm))
+        expected = reference_logits(lm, ids)
     logits = logits_in_parts(lm, ids, [3, 1, 7, 2, 8])
     torch.testing.assert_close(logits.double(), expected, **CLOSE)
 
 
-def assert_twin_agrees_with_the_reference(lm: LanguageModel, *others: str) -> None:
-    """Compare the losses of a baseline, `text`, `ponder` and others, and every gradient."""
+@pytest.mark.parametrize(("weights", "search"), [("ste", "keys"), ("float", "nearest")])
+def test_twin_agrees_with_the_reference_in_losses_and_every_gradient(weights, search):
+    lm = model(weights=weights, graph_gate=True, graph_adapters=True, code_search=search)
     ids = text(2, 9)
     leaves = {
         name: part.weight(torch.float32).detach().double().requires_grad_()
@@ -85,7 +68,8 @@ def assert_twin_agrees_with_the_reference(lm: LanguageModel, *others: str) -> No
     of_text = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     wanted = {"text": of_text} | besides
     minimised(wanted, lm.loss_weights).backward()
-    assert losses.keys() == wanted.keys() == {"text", "ponder", *others}
+    others = {"commitment"} if search == "nearest" else set()
+    assert losses.keys() == wanted.keys() == {"text", "ponder"} | others
     for name, loss in losses.items():
         torch.testing.assert_close(loss.double(), wanted[name], **CLOSE)
     for name, part in lm.weights().items():
@@ -93,40 +77,17 @@ def assert_twin_agrees_with_the_reference(lm: LanguageModel, *others: str) -> No
         torch.testing.assert_close(part.latent.grad.double(), leaves[name].grad, **CLOSE, msg=name)
 
 
-@pytest.mark.parametrize(("weights", "search"), [("ste", "keys"), ("float", "nearest")])
-def test_twin_agrees_with_the_reference_in_losses_and_every_gradient(weights, search):
-    options = {"graph_gate": True, "graph_adapters": True, "code_search": search}
-    others = ["commitment"] if search == "nearest" else []
-    assert_twin_agrees_with_the_reference(model(weights=weights, **options), *others)
-
-
-@pytest.mark.parametrize("place", [1])
-def test_indexers_before_and_after_the_memories_learn(place):
-    config = graph_config(weights="float")
-    main = config.main
-    mixer = CompressedAttentionConfig(
-        heads=2, head_width=8, ratio=2, top_k=4, window=3, index_heads=2, index_width=8
-    )
-    blocks = tuple(replace(block, mixer=mixer) for block in main.blocks)
-    main = replace(main, blocks=blocks, memories=replace(main.memories, place=place))
-    lm = LanguageModel(replace(config, stages=(main,)), torch.float32)
-    lm.initialise(0)
-    fill_memories(lm)
-    assert_twin_agrees_with_the_reference(lm, "indexer")
-
-
-def test_router_with_even_scores_prefers_the_stream_of_the_blocks():
-    lm = model()
-    lm.router.scores.weight.fill(0)
-    streams = [normal(2, 3, 40, seed=seed) for seed in range(4)]
-    limit = math.exp(3)
-    expected = (limit * streams[0] + sum(streams[1:])) / (limit + 3)
-    torch.testing.assert_close(lm.router(streams), expected)
+def test_indexers_before_and_after_the_memories_learn(device):
+    config, about = graph_config(), {"head_width": 8, "index_heads": 2, "index_width": 8}
+    mixer = CompressedAttentionConfig(heads=2, ratio=2, top_k=4, window=3, **about)
+    blocks = tuple(replace(block, mixer=mixer) for block in config.main.blocks)
+    memories = replace(config.main.memories, place=1)
+    main = replace(config.main, blocks=blocks, memories=memories)
+    assert_agrees(replace(config, stages=(main,)), device)
 
 
 def test_steps_by_kernels_give_the_logits_of_steps_by_parts(small_graph, monkeypatch):
-    given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
-    lm = build_model(preset("arb-tiny", **given), torch.bfloat16)
+    lm = build_model(model_of(small_graph), torch.bfloat16)
     lm.initialise(0)
     lm.embedding.weight.exponent -= 4  # so what blocks add counts, and so do their norms
     ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(0))

@@ -1,35 +1,14 @@
-"""Memories and windows of symbols: what is read, in which order, and what a step changes."""
+"""Memories and windows of symbols: rows of n-grams, steps, and attention in pieces."""
 
 import pytest
 import torch
-from graph_parts import (
-    CLOSE,
-    fill_memories,
-    graph_config,
-    initialised,
-    normal,
-    spec,
-    text,
-)
+from graph_parts import initialised, spec, text
 from torch.nn import functional
 
-from arbcli.families.graph.codebook import best_pairs
 from arbcli.families.graph.config import MemGramConfig
 from arbcli.families.graph.memgram import MOST, ORDER, MemGram
-from arbcli.families.graph.sequencer import ORDERS, TextSequencer
-from arbcli.model.ngrams import HISTORY, ngram_ids
+from arbcli.model.ngrams import ngram_ids
 from arbcli.model.parts.window import attend_in_window
-
-
-@pytest.mark.parametrize(("sizes", "top_k"), [((4, 8), 3), ((8, 8), 8), ((5, 1), 1), ((40, 30), 7)])
-def test_best_pairs_are_the_best_of_all(sizes, top_k):
-    left, right = (normal(9, size, seed=seed) for seed, size in enumerate(sizes))
-    scores, pairs = best_pairs(left, right, top_k)
-    every = (left[:, :, None] + right[:, None, :]).flatten(1)
-    expected = every.topk(top_k)
-    assert torch.equal(scores, expected.values)
-    assert torch.equal(pairs, expected.indices)
-
 
 LONG = 14
 GOLDEN = 0x9E3779B97F4A7C15
@@ -52,37 +31,18 @@ def ngram_row(history: list[int], num_rows: int) -> int:
     return ((mixed >> 32) % 2**31 * num_rows) >> 31
 
 
-def new_memgram(*, filled=True, rows=64) -> MemGram:
-    memory = initialised(MemGram(MemGramConfig(rows=rows), spec()))
-    if filled:
-        fill_memories(memory)
-    return memory
-
-
-def see(memory: MemGram, *texts: torch.Tensor) -> None:
-    """Take one step's texts in."""
-    for ids in texts:
-        memory(ids, ids.shape[1], torch.float32)
-    memory.finish_step()
-
-
-def test_history_equals_the_whole_text():
-    tested, ids = new_memgram(), text(1, LONG)
-    whole = tested(ids, LONG, torch.float32)
-    torch.testing.assert_close(tested(ids[:, 3:], 4, torch.float32), whole[:, -4:], **CLOSE)
-
-
 @pytest.mark.parametrize("rows", [8, 64])
 def test_steps_equal_a_dictionary(rows):
-    memory, slow = new_memgram(filled=False, rows=rows), {}
+    memory, slow = initialised(MemGram(MemGramConfig(rows=rows), spec())), {}
     for index in range(40):
         texts = text(2, LONG, seed=2 * index), text(3, 9, seed=2 * index + 1)
-        see(memory, *texts)
         last = {}
         for ids in texts:
+            memory(ids, ids.shape[1], torch.float32)
             for histories, row in ((ngrams(row, ORDER), row) for row in ids.tolist()):
                 for history, following in zip(histories, row[1:], strict=False):
                     last[ngram_row(history, rows)] = following
+        memory.finish_step()
         last.pop(-1, None)
         for entry, symbol in last.items():
             held, strength = slow.get(entry, (None, 0))
@@ -98,13 +58,6 @@ def test_steps_equal_a_dictionary(rows):
     assert len({strength for _, strength in slow.values()}) > 1
 
 
-SEQUENCER = graph_config().beside[0]
-
-
-def new_sequencer() -> TextSequencer:
-    return initialised(TextSequencer(SEQUENCER, spec()))
-
-
 @pytest.mark.parametrize("rows", [64, 65987])
 def test_ngrams_are_hashed_as_python_integers_are(rows):
     ids = torch.randint(0, 256, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -115,20 +68,6 @@ def test_ngrams_are_hashed_as_python_integers_are(rows):
             [ngram_row(history, rows) for history in ngrams(row, order)] for row in ids.tolist()
         ]
         assert hashed[..., index].tolist() == expected
-
-
-def test_ngram_that_begins_before_the_text_has_no_row():
-    hashed = ngram_ids(text(1, 5), 64, ORDERS)[0]
-    assert (hashed < 0).tolist() == [[i + 1 < order for order in ORDERS] for i in range(5)]
-
-
-def test_history_of_a_sequencer_equals_the_whole_text():
-    tested, ids = new_sequencer(), text(1, 9)
-    whole = tested(ids, 9, torch.float32)
-    last = tested(ids[:, 6 - HISTORY :], 3, torch.float32)
-    torch.testing.assert_close(last, whole[:, 6:], **CLOSE)
-    padded = torch.cat((torch.full((1, HISTORY), -1), ids), dim=1)
-    torch.testing.assert_close(tested(padded, 9, torch.float32), whole, **CLOSE)
 
 
 def masked(q, k, v, window):

@@ -18,19 +18,6 @@ def part(**options) -> Quantiser:
     return quantiser
 
 
-def test_code_is_the_nearest():
-    tested = part()
-    quantised = tested(normal(2, 5, spec().dim))
-    (q,) = tested._seen
-    apart = (q.double()[:, None] - tested.codes.double()).square().sum(dim=-1)
-    assert torch.equal(quantised.codes.flatten(), apart.argmin(dim=1))
-    assert quantised.codes.unique().numel() > 5
-    assert quantised.confidence.eq(1).all()
-    with torch.no_grad():
-        assert tested(normal(2, 5, spec().dim)).cost is None
-    assert len(tested._seen) == 1
-
-
 def stepped(tested: Quantiser, q: torch.Tensor, chosen: torch.Tensor) -> None:
     """Do by numbers of Python what a step does, and compare."""
     codes, uses = tested.codes.tolist(), tested.uses[:, 0].tolist()

@@ -5,13 +5,10 @@ import torch
 from references import logits_in_parts, reference_logits
 from torch.nn import functional
 
-from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import NORM_EPS
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.families.hnet.boundaries import chunk_depths, chunk_starts
-from arbcli.families.hnet.chunking import Routed, find_chunks, ratio_loss, share_of, spread
-from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks
 from arbcli.generation.decoder import Decoder
 from arbcli.generation.sampling import Sampling
 from arbcli.model.language_model import LanguageModel
@@ -45,14 +42,11 @@ def config(kind: str = "learned", **options) -> ModelConfig:
     return preset("hnet-tiny", **SHAPE | KINDS[kind] | options)
 
 
-def model(
-    kind: str = "learned", *, drawn: bool = True, recompute: bool = False, **options
-) -> LanguageModel:
+def model(kind: str = "learned", *, drawn: bool = True, **options) -> LanguageModel:
     """Make a model; `drawn` fills what is zero at the start, too."""
-    lm = LanguageModel(config(kind, **options), torch.float32, recompute=recompute)
-    if drawn and lm.config.weights == "ternary":
-        for tensor in lm.weights().values():
-            tensor.spread = 1.0
+    lm = LanguageModel(config(kind, **options), torch.float32)
+    for tensor in lm.weights().values() if drawn else ():
+        tensor.spread = 1.0
     lm.initialise(0)
     return lm
 
@@ -143,11 +137,10 @@ def test_new_model_has_an_identity_for_projections_and_no_residual():
     lm, ids = model(drawn=False), text()
     assert not lm.stages[0].router.query_key.weight.weight().any()
     assert not lm.stages[0].residual.weight.weight().any()
-    same = torch.full((1, 6), 97)
     x = torch.nn.functional.rms_norm(torch.randn(1, 1, 24), (24,)).expand(1, 6, 24)
     routed = lm.stages[0].router(x)
     torch.testing.assert_close(routed.p, torch.tensor([[1.0, 0, 0, 0, 0, 0]]), atol=1e-6, rtol=0)
-    assert lm(same).isfinite().all()
+    assert lm(torch.full((1, 6), 97)).isfinite().all()
     assert lm(ids).isfinite().all()
 
 
@@ -157,66 +150,3 @@ def test_too_many_chunks_join_the_last_and_are_counted():
     lm.losses(ids, ids)
     assert lm.gauges() == {"chunk_length": 8.0, "joined": 9 / 12}
     assert [part.sum().item() for part in chunk_starts(lm, ids)] == [3]
-
-
-def test_ratio_loss_counts_positions_that_there_are():
-    """Inner stages have slots without a chunk, which are not positions."""
-    p = torch.rand(2, 9, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    valid = torch.arange(9) < torch.tensor([[7], [4]])
-    begins = (p > 0.5) & valid
-    loss = ratio_loss(Routed(p, begins), 3, valid)
-    there = Routed(p[valid][None], begins[valid][None])
-    wanted = ratio_loss(there, 3, None)
-    f, g = float(begins[valid].double().mean()), float(p.detach()[valid].double().mean())
-    assert loss.item() == pytest.approx(3 / 2 * (2 * f * g + (1 - f) * (1 - g)))
-    grads = [torch.autograd.grad(value, p)[0] for value in (loss, wanted)]
-    torch.testing.assert_close(*grads)
-    assert not grads[0][~valid].any()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"chunk_length": (3, 3)},
-            "`chunk_length` has numbers for 2 stages, and `outer_dim`",
-        ),
-        ({"chunk_length": 1}, "`chunk_length` is 1"),
-        ({"boundaries": "words"}, "`boundaries` is `words`"),
-        ({"window": 0}, "`window` is 0"),
-        ({"outer_heads": 5}, "5 heads do not divide a width of 24"),
-        (TWO_STAGES | {"boundaries": "space"}, "chunks of chunks have no spaces"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_configuration_that_does_not_fit_is_refused(options, words):
-    with pytest.raises(ArbError, match=words):
-        config(**options)
-
-
-@pytest.mark.parametrize("capacity", [1, 3, 40])
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_chunks_are_those_of_a_count_position_by_position(share, capacity):
-    boundaries = torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) < share
-    first, owner, slot, overflow = find_chunks(boundaries, capacity)
-    for row, marks in enumerate(boundaries.tolist()):
-        places = [t for t, mark in enumerate(marks) if mark or t == 0]
-        kept = places[:capacity]
-        assert first[row].tolist() == kept + [-1] * (capacity - len(kept))
-        assert slot[row].tolist() == [kept.index(t) if t in kept else -1 for t in range(20)]
-        assert owner[row].tolist() == [sum(t <= now for t in kept) - 1 for now in range(20)]
-        assert overflow[row] == len(places) - len(kept)
-
-
-def test_share_that_was_clamped_passes_no_gradient_on():
-    """p of a chunk counts as 0.9999 at most in the smoothing; what is beyond that moves nothing."""
-    p = torch.tensor([[1.0, 0.3, 0.7, 0.2, 1.0, 0.4]], requires_grad=True)
-    chunks = find_chunks(torch.tensor([[1, 0, 1, 0, 1, 0]], dtype=torch.bool), 3)
-    z, residual = torch.randn(2, 1, 6, 8, generator=torch.Generator().manual_seed(0))
-    z = z[:, :3]
-    weigh = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(1))
-    (grad,) = torch.autograd.grad((spread(z, p, residual, chunks) * weigh).sum(), p)
-    s = smooth_chunks(z, share_of(p[:, ::2]).detach())
-    straight = (s[:, [0, 0, 1, 1, 2, 2]] * weigh).sum(dim=2)
-    assert torch.allclose(grad[0, [0, 4]], straight[0, [0, 4]])
-    assert not torch.allclose(grad[0, 2], straight[0, 2])

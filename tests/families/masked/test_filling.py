@@ -1,14 +1,11 @@
 """Holes that come after both of their sides: windows, losses, and the models that fill them."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
-from arbcli.families.ahead.config import AheadConfig
 from arbcli.families.masked.filling import EXTRA, LEAD, cut, lay_out, led_in
 from arbcli.families.masked.holes import fill_in_order
 from arbcli.generation.sampling import Sampling
@@ -90,17 +87,6 @@ def test_a_window_is_cut_alike_by_every_process():
         assert not torch.equal(cut(ids, 256, **other, numbers=range(8))[0], whole[0])
 
 
-@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
-def test_twins_learn_text_alone(weights):
-    lm = fill_model(weights=weights)
-    ids, targets = cut(torch.arange(68).view(4, 17), 256, seed=0, step=0, numbers=range(4))
-    assert int((targets < 0).sum()) == 2 * (EXTRA - 1)
-    with torch.no_grad():
-        logs = lm(ids).double().log_softmax(dim=-1)
-    wanted = -logs[targets >= 0].gather(1, targets[targets >= 0][:, None]).mean()
-    assert float(lm.loss(ids, targets).detach()) == pytest.approx(float(wanted), rel=1e-5)
-
-
 def test_holes_are_filled_one_after_another():
     lm, parts = fill_model(ctx=24), [[1, 2, 3], [4, 5, 7, 8], [6]]
     text, length = list(parts[0]), 2
@@ -113,20 +99,3 @@ def test_holes_are_filled_one_after_another():
         text += [*given[-length:], *part]
     greedy = Sampling(temperature=0)
     assert fill_in_order(lm, parts, length, greedy, "torch") == text
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"ahead": AheadConfig(positions=2, width=8)}, "`ahead`, which does not support holes"),
-        ({"tied": True}, "`tied`, which does not support holes"),
-        ({"ctx": 7}, "`ctx` is 7"),
-        ({"vocabulary": 5, "ctx": 25}, "`ctx` is 25"),
-    ],
-)
-def test_settings_that_do_not_support_holes_are_refused(change, why):
-    with pytest.raises(ArbError, match=why) as refusal:
-        replace(preset("tiny", objective="fill"), **change)
-    assert "\n" not in str(refusal.value)
-    with pytest.raises(ArbError, match="`experts`, which does not support holes"):
-        preset("tiny", objective="fill", experts=3, moe_gate="hash")

@@ -2,32 +2,25 @@
 
 import itertools
 import math
-from dataclasses import replace
 from functools import cache
 from unittest import mock
 
 import pytest
 import torch
 
-from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.presets import preset
 from arbcli.data.opening import open_texts
 from arbcli.data.text import Text
-from arbcli.families.ahead.config import AheadConfig
-from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.masked import masking
 from arbcli.families.masked.holes import fill
 from arbcli.families.masked.masking import hide
 from arbcli.generation.evaluation import mean_loss
 from arbcli.generation.sampling import Sampling
-from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer
-from arbcli.verify.models import masked
 from arbcli.verify.reference import Reference
 from arbcli.verify.subjects import Subject
 from arbcli.verify.update_reference import reference_weight
@@ -160,45 +153,6 @@ def test_greedy_text_takes_the_surest_symbol_first():
     with torch.no_grad():
         logits = lm(torch.tensor([[SYMBOLS, 1, SYMBOLS, SYMBOLS]]))[0]
     assert at_once == [int(logits[0].argmax()), 1, int(logits[2].argmax())]
-
-
-@pytest.mark.parametrize(
-    ("mixer", "reach"), [(None, 5), (LatentAttentionConfig(heads=2, latent=16, rotary=4), 11)]
-)
-def test_position_attends_to_a_window_on_both_sides(mixer, reach):
-    config = masked()
-    near = config.main.blocks[1]
-    near = replace(near, mixer=mixer or near.mixer)
-    stage = replace(config.main, blocks=(near,))
-    lm = build_model(replace(config, stages=(stage,)), torch.float32)
-    lm.initialise(0)
-    ids = torch.arange(11)[None]
-    with torch.no_grad():
-        moved = (lm(ids) != lm(ids.index_fill(1, torch.tensor([5]), 99)))[0].any(dim=1)
-    assert moved.tolist() == [abs(place - 5) < reach for place in range(11)]
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"ahead": AheadConfig(positions=2, width=8)}, "`ahead`: it reads what is before"),
-        ({"tied": True}, "`tied`: the head has no row"),
-        ({"objective": "later"}, "`objective`"),
-    ],
-)
-def test_settings_of_causal_models_are_refused(change, why):
-    config = preset("tiny", objective="masked")
-    with pytest.raises(ArbError, match=why) as refusal:
-        replace(config, **change)
-    assert "\n" not in str(refusal.value)
-
-
-def test_a_masked_model_keeps_no_documents_apart_and_makes_no_text_from_left_to_right():
-    config = preset("tiny", dim=32, layers=1, heads=2, ffn=48, ctx=8, objective="masked")
-    with pytest.raises(ArbError, match="`objective=masked`"):
-        config.check_documents()
-    with pytest.raises(ArbError, match="from left to right"):
-        build_model(config, torch.float32).new_cache(5)
 
 
 def test_micro_batches_of_a_step_share_the_hidden_positions(tmp_path):

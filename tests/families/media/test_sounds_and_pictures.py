@@ -15,11 +15,7 @@ from arbcli.data.opening import open_text, plain_file
 from arbcli.data.text import Text
 from arbcli.families.media import bounded, pictures, sound
 from arbcli.families.media.evaluation import MediaLosses
-from arbcli.families.media.spans import (
-    PictureHeader,
-    SoundHeader,
-    find_spans,
-)
+from arbcli.families.media.spans import PictureHeader, SoundHeader, find_spans
 from arbcli.kernels.runtime.device import deterministic
 
 soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")
@@ -227,22 +223,6 @@ def test_size_of_webp_is_that_of_its_pixels(mode, lossless, more, tmp_path):
     with bounded.BoundedFile(tmp_path / "a.webp", bounded.HEADER_BYTES) as content:
         assert pictures.webp_size(content) == (70, 33)
         assert content.tell() == 0
-
-
-def test_bounded_file_is_a_file_until_its_bound(tmp_path):
-    (tmp_path / "a").write_bytes(bytes(range(200)))
-    with bounded.BoundedFile(tmp_path / "a", 150) as file:
-        assert file.read(100) == bytes(range(100))
-        assert file.seek(-5, 2) == 195
-        assert file.tell() == 195
-        assert (file.seek(-500, 1), file.seek(3)) == (0, 3)
-        assert not file.cut_by
-        assert file.read() == bytes(range(3, 53))
-        assert "150 bytes" in file.cut_by
-        assert file.read(1) == b""
-        file.allow(64)
-        assert file.read(1) == bytes([53])
-        assert file.read(1) == b""
 
 
 def test_folder_has_its_sounds_and_pictures_only_on_request(tmp_path):

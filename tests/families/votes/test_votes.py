@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from states import assert_same, state_of
 
 from arbcli.config.presets import preset
 from arbcli.families.votes.kernels.cast_votes import cast_scale_votes
@@ -74,9 +75,9 @@ def test_size_of_a_gradient_is_not_read(fixes, device):
     for factor in (1.0, 2.0**-20, 1e4):
         tensor, updater = build(device, *fixes)
         flips(tensor, updater, [grad * factor for grad in grads])
-        states.append({name: part.clone() for name, part in tensor.state.items()})
+        states.append(state_of(tensor))
     for other in states[1:]:
-        assert all(torch.equal(part, states[0][name]) for name, part in other.items())
+        assert_same(other, states[0])
 
 
 @pytest.mark.parametrize("fixes", [("scales",), ("scales", "order")])

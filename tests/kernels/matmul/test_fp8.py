@@ -8,9 +8,7 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
 from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.kernels.matmul.quantise_rows import (
-    quantise_rows_verification,
-)
+from arbcli.verify.kernels.matmul.quantise_rows import quantise_rows_verification
 
 
 def matrix(outputs: int, inputs: int, device: torch.device | str = "cpu") -> Packed:

@@ -5,7 +5,6 @@ import torch
 
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul import prepacked
 from arbcli.kernels.matmul import prepacked_rows as module
 from arbcli.kernels.matmul import row_matmul as of_row
 from arbcli.kernels.matmul.int8_matmul import (
@@ -15,12 +14,7 @@ from arbcli.kernels.matmul.int8_matmul import (
     prepack_int8,
 )
 from arbcli.kernels.matmul.prepacked import MOST_COLUMNS, prepack
-from arbcli.kernels.matmul.prepacked_rows import (
-    MOST_TEXTS,
-    PREPACKED_ROWS,
-    _tiling,
-    prepacked_rows,
-)
+from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS, PREPACKED_ROWS, _tiling, prepacked_rows
 from arbcli.kernels.matmul.row_matmul import Tiling, row_matmul
 from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.kernels.runtime import native
@@ -37,6 +31,8 @@ from arbcli.verify.kernels.matmul.prepacked import prepacked_reference
 
 compiled = pytest.mark.skipif(not native.available(), reason=native.why_not())
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
+REFERENCES = {"trit": prepacked_reference, "all": int8_matmul_verification.reference}
+"""By digits of a prepacked matrix."""
 
 
 def matrix(device, rows=20, in_features=328, group_size=32) -> Packed:
@@ -75,27 +71,12 @@ def unrounded(packed: Packed) -> torch.Tensor:
 @pytest.mark.parametrize("digits", ["trit", "all"])
 def test_a_gated_matrix_is_prepacked_by_halves(digits, device):
     packed = matrix(device, rows=22) if digits == "trit" else digits_of_many_scales(device)
-    make, reference = (
-        (prepack, prepacked_reference)
-        if digits == "trit"
-        else (prepack_int8, int8_matmul_verification.reference)
-    )
+    make = prepack if digits == "trit" else prepack_int8
     weight, halves = make(packed, gated=True), unrounded(packed)
     x = torch.randn(2, 328, generator=torch.Generator().manual_seed(1)).to(device)
     gate, up = (x.double() @ halves.T).chunk(2, dim=1)
-    got = reference(x, *weight, None, None, torch.float32)
+    got = REFERENCES[digits](x, *weight, None, None, torch.float32)
     torch.testing.assert_close(got, gate * torch.sigmoid(gate) * up)
-
-
-def test_non_finite_values_are_not_hidden_and_stay_in_their_row(device):
-    weight = prepack(matrix(device, rows=5))
-    for k in (0, 171, 327):
-        x = torch.ones(3, 328, device=device, dtype=torch.bfloat16)
-        x[-1, k] = torch.nan
-        with use_backend(KERNELS):
-            y = prepacked_rows(x, weight, 1e-6, dtype=torch.float32)
-        assert y[:-1].isfinite().all()
-        assert not y[-1].isfinite().any()
 
 
 @pytest.mark.parametrize(
@@ -139,13 +120,10 @@ def test_matrix_that_cannot_be_prepacked_is_refused(device):
 def test_a_row_has_the_same_bits_among_any_others_in_loops(dtype, digits):
     """Of one row, of the number that loops take at a time, and of more than the cache has."""
     generator = torch.Generator().manual_seed(0)
+    weight, multiply = prepack(matrix("cpu", 22, 168), True), prepacked_rows
     if digits == "all":
-        weight, multiply = (
-            prepack_in_lanes(random_int8(22, 168, 32, generator), True),
-            int8_matmul,
-        )
-    else:
-        weight, multiply = prepack(matrix("cpu", 22, 168), True), prepacked_rows
+        weight = prepack_in_lanes(random_int8(22, 168, 32, generator), True)
+        multiply = int8_matmul
     x = torch.randn(265, 168, generator=generator).to(dtype)
     added = torch.randn(265, 11, generator=generator).to(dtype)
     with use_backend("native"):
@@ -154,8 +132,7 @@ def test_a_row_has_the_same_bits_among_any_others_in_loops(dtype, digits):
             assert torch.equal(multiply(x[rows], weight, 1e-6, added[rows]), every[rows])
     if digits == "all":
         weight = prepack_int8(random_int8(22, 168, 32, generator.manual_seed(0)), True)
-    reference = prepacked_reference if digits == "trit" else int8_matmul_verification.reference
-    other = reference(x, *weight, 1e-6, added, torch.float32)
+    other = REFERENCES[digits](x, *weight, 1e-6, added, torch.float32)
     error = (every.double() - other).norm() / other.norm()
     assert error < (5e-5 if dtype == torch.float32 else 5e-3)  # activations of 16 bits, and bf16
 
@@ -170,13 +147,10 @@ def test_loops_lay_a_matrix_out_as_torch_does(in_features, gated):
     with use_backend("native"):
         assert torch.equal(prepack(packed, gated).pieces, expected.pieces)
     digits = random_int8(22, in_features, 64, torch.Generator().manual_seed(0))
-    expected, prepacked_by_loops = (
-        permute_lanes(prepack_int8(digits, gated)),
-        prepack_in_lanes(digits, gated),
-    )
-    assert torch.equal(prepacked_by_loops.pieces, expected.pieces)
-    assert torch.equal(prepacked_by_loops.scales, expected.scales)
-    assert prepacked_by_loops[2:] == expected[2:]
+    expected, by_loops = permute_lanes(prepack_int8(digits, gated)), prepack_in_lanes(digits, gated)
+    assert torch.equal(by_loops.pieces, expected.pieces)
+    assert torch.equal(by_loops.scales, expected.scales)
+    assert by_loops[2:] == expected[2:]
 
 
 @pytest.mark.parametrize("backend", ["torch", KERNELS, pytest.param("native", marks=compiled)])
@@ -211,14 +185,6 @@ def test_order_of_sums_is_of_the_matrix_alone(processors):
                 assert max(tiling.shared_bytes for tiling in tilings) <= 48 << 10
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_matrix_is_prepacked_some_rows_at_a_time(gated, monkeypatch, device):
-    packed = matrix(device, rows=90)
-    whole = prepack(packed, gated)
-    monkeypatch.setattr(prepacked, "PREPACKED_AT_ONCE", 2 * 16 * 384)
-    assert torch.equal(prepack(packed, gated).pieces, whole.pieces)
-
-
 def test_elements_that_15_bits_hold_are_multiplied_exactly(device):
     """As long as float32 holds the sums: of integers, with one power of two a row."""
     packed, x = matrix(device), (row(device) * 8).round()
@@ -241,23 +207,23 @@ def test_an_element_is_off_by_little_of_the_largest_of_32(device):
         assert error.max() <= bound * x.abs().max() * weight.abs().sum()
 
 
-@pytest.mark.parametrize(("value", "eps"), [(torch.inf, None), (torch.nan, 1e-6)])
-def test_non_finite_values_are_not_hidden(eps, value, device):
+@pytest.mark.parametrize(
+    ("product", "rows", "value", "eps"),
+    [(row_matmul, 1, torch.inf, None), (row_matmul, 1, torch.nan, 1e-6),
+     (prepacked_rows, 3, torch.nan, 1e-6)],
+)  # fmt: skip
+def test_non_finite_values_are_not_hidden_and_stay_in_their_row(product, rows, value, eps, device):
     weight = prepack(matrix(device, rows=5))
     for k in (0, 171, 327):
-        x = torch.ones(1, 328, device=device, dtype=torch.bfloat16)
-        x[0, k] = value
+        x = torch.ones(rows, 328, device=device, dtype=torch.bfloat16)
+        x[-1, k] = value
         with use_backend(KERNELS):
-            y = row_matmul(x, weight, eps, dtype=torch.float32)
-        assert not y.isfinite().any()
+            y = product(x, weight, eps, dtype=torch.float32)
+        assert y[:-1].isfinite().all()
+        assert not y[-1].isfinite().any()
 
 
-TILINGS = [
-    ((50, 1096), (4, 3, 4)), ((34, 640), (4, 4, 8, 96)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("shape", "tiling"), TILINGS)
+@pytest.mark.parametrize(("shape", "tiling"), [((50, 1096), (4, 3, 4)), ((34, 640), (4, 4, 8, 96))])
 def test_row_has_the_same_product_in_every_tiling(shape, tiling, monkeypatch, device):
     packed, x = matrix(device, *shape), row(device, shape[1])
     expected = x.double() @ decode_digits_reference(packed).double().T

@@ -1,6 +1,5 @@
 """Kernels are compiled once and counted; launches are merged, recorded, and overlap."""
 
-import ctypes
 import fcntl
 from contextlib import nullcontext
 from functools import partial
@@ -225,18 +224,6 @@ def test_replay_reads_the_current_values_of_tensors(threads, monkeypatch):
         step.replay()
         assert torch.equal(y, prepacked_rows(prepacked_rows(x, first, 1e-6), second, 1e-6))
         assert position == seed + 2
-
-
-def test_every_replay_counts_anew():
-    """Threads go on to the next loop where as many shares are done as there are."""
-    position, step = torch.zeros((), dtype=torch.int32), native.Recording()
-    with step:
-        count_on_(position, 1)
-    step.replay()
-    step.replay()
-    entries, number = (ctypes.c_int64 * 2).from_address(step._made.value)
-    *_, shares, _, done = (ctypes.c_int64 * 7).from_address(entries)
-    assert (number, position, done) == (1, 3, shares)
 
 
 def test_calls_that_are_not_loops_are_not_recorded():

@@ -14,7 +14,6 @@ from arbcli.kernels.update.newton_schulz import gram, gram_polynomial, has_align
 from arbcli.model.optimizers.orthogonal import POLAR_WEIGHTS, SHIFTS
 from arbcli.verify.compare import compare, poisoned
 from arbcli.verify.kernels.update.newton_schulz import (
-    gram_polynomial_reference,
     gram_polynomial_verification,
     gram_reference,
     gram_verification,
@@ -40,8 +39,8 @@ def gram_inverses_reference(x: torch.Tensor, shifts, weights) -> torch.Tensor:
     return (left * (factors / size.sqrt())[..., None, :]) @ left.mT
 
 
-def randn(*shape, device, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+def draw(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @each_spec
@@ -62,18 +61,14 @@ def test_gram_matrix_is_right_for_any_number_of_programs(shape, programs, monkey
         monkeypatch.setattr(newton_schulz, "num_processors", lambda _: programs)
     else:
         monkeypatch.setattr(newton_schulz, "MANY", 0)
-    x = randn(*shape, device=device)
-    compared = compare(gram_verification, "", gram_verification.triton(x), gram_reference(x))
-    assert compared.passed, compared
+    x = draw(shape).to(device)
     a = gram_reference(x / 160).float()
-    expected = gram_polynomial_reference(a, *COEFFICIENTS)
-    compared = compare(
-        gram_polynomial_verification,
-        "",
-        gram_polynomial_verification.triton(a, *COEFFICIENTS),
-        expected,
-    )
-    assert compared.passed, compared
+    for spec, given in (
+        (gram_verification, [x]),
+        (gram_polynomial_verification, [a, *COEFFICIENTS]),
+    ):
+        compared = compare(spec, "", spec.triton(*given), spec.reference(*given))
+        assert compared.passed, compared
 
 
 def test_semaphores_of_a_gram_matrix_begin_at_zero(device):
@@ -98,19 +93,13 @@ def test_gram_matrix_has_every_tile_of_its_triangle(tiles, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [384, 768, 1024, 2048])
 def test_public_products_in_bf16_are_as_close_as_the_library(rows, device):
-    x = randn(rows, 5120, device=device).bfloat16() / 72
+    x = draw((rows, 5120)).to(device).bfloat16() / 72
     a = gram(x)
     compared = compare(gram_verification, "gram", a, gram_reference(x), x @ x.T)
     assert compared.passed, compared
     p = gram_polynomial(a, *COEFFICIENTS)
-    expected = gram_polynomial_reference(a, *COEFFICIENTS)
-    compared = compare(
-        gram_polynomial_verification,
-        "",
-        p,
-        expected,
-        gram_polynomial_verification.torch(a, *COEFFICIENTS),
-    )
+    spec, given = gram_polynomial_verification, (a, *COEFFICIENTS)
+    compared = compare(spec, "", p, spec.reference(*given), spec.torch(*given))
     assert compared.passed, compared
 
 
@@ -127,10 +116,6 @@ def test_rows_that_the_copy_engine_reads_begin_at_16_bytes_and_have_no_gaps():
 compiled = pytest.mark.skipif(not native.available(), reason=native.why_not())
 BACKENDS = ["torch", pytest.param("native", marks=compiled)]
 SHAPES = [(1, 1), (1, 5), (33, 7), (32, 128), (63, 129), (70, 311), (3, 33, 40)]
-
-
-def draw(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def relative_error(result: torch.Tensor, wanted: torch.Tensor) -> float:

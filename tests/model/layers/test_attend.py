@@ -57,26 +57,19 @@ def gone_back(backend="triton", capability=HOPPER, width=64, length=128, attend=
     return operations.names, launched
 
 
+@pytest.mark.parametrize(
+    ("attend", "rotation"), [(one_by_one, ["_rotary_norm_backward_kernel"]), (attend_at_once, [])]
+)
 @pytest.mark.parametrize(("width", "length", "ours"), WINDOWS)
-def test_gradients_go_through_our_kernels_to_the_rotation_without_a_copy(width, length, ours):
-    operations, launched = gone_back(width=width, length=length)
-    assert launched == [*ours, "_rotary_norm_backward_kernel"]
-    assert FLASH not in operations
-    assert not {"clone", "copy_", "_to_copy", "stack", "cat"} & {*operations}
-
-
-@pytest.mark.parametrize(("width", "length", "ours"), WINDOWS)
-def test_gradient_of_the_rotation_has_no_kernel_of_its_own(width, length, ours):
-    operations, launched = gone_back(width=width, length=length, attend=attend_at_once)
-    assert launched == ours
+def test_gradients_go_through_our_kernels_without_a_copy(width, length, ours, attend, rotation):
+    operations, launched = gone_back(width=width, length=length, attend=attend)
+    assert launched == ours + rotation
     assert not {FLASH, "clone", "copy_", "_to_copy", "stack", "cat"} & {*operations}
 
 
 @pytest.mark.parametrize("attend", [one_by_one, attend_at_once])
 @pytest.mark.parametrize(
-    "other",
-    [{"backend": "torch"}, {"capability": (8, 0)}, {"width": 32}, {"length": 127}],
-    ids=str,
+    "other", [{"backend": "torch"}, {"capability": (8, 0)}, {"width": 32}, {"length": 127}], ids=str
 )
 def test_gradients_of_other_gpus_widths_lengths_and_backends_are_those_of_torch(other, attend):
     operations, launched = gone_back(**other, attend=attend)

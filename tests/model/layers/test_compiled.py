@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cells import Cell
+from states import assert_same
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from arbcli.config.model import ModelConfig
@@ -66,11 +67,6 @@ class Trained:
         return grads or {name: part.clone() for name, part in self.model.named_buffers()}
 
 
-def assert_equal(some: dict, others: dict) -> None:
-    assert some.keys() == others.keys()
-    assert not [name for name in some if not torch.equal(some[name], others[name])]
-
-
 def test_blocks_of_a_kind_and_width_are_compiled_once_with_the_same_bits(device):
     config = Cell("none", "mlp", 1, "plain").model()
     config = replace(config, stages=(replace(config.main, blocks=2 * config.main.blocks),))
@@ -79,7 +75,7 @@ def test_blocks_of_a_kind_and_width_are_compiled_once_with_the_same_bits(device)
     for step in range(2):
         assert compiled.step(step) == plain.step(step)
     assert counter.frame_count == 1
-    assert_equal(compiled.changed(), plain.changed())
+    assert_same(compiled.changed(), plain.changed())
     assert any(not torch.equal(part, before[name]) for name, part in plain.changed().items())
     assert all(tensor._awaited == 0 for tensor in compiled.updater.tensors)
 
@@ -130,7 +126,7 @@ def test_compiled_block_steps_though_its_input_has_no_gradient():
     for trained in (plain, compiled):
         trained.updater.begin(0, 0.1)
         trained.blocks[0](x).x.square().sum().backward()
-    assert_equal(compiled.changed(), plain.changed())
+    assert_same(compiled.changed(), plain.changed())
     assert not torch.equal(
         compiled.blocks[0].mlp.output.weight.trits, dense().blocks[0].mlp.output.weight.trits
     )

@@ -7,10 +7,8 @@ from torch import Tensor
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.kernels.norm.pack_gates import pack_gates, unpack_gates
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.build import build_model
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryGate
-from arbcli.training.configure import new_config
 
 ROWS, WIDTH, OUTPUTS = 80, 48, 32
 
@@ -55,10 +53,3 @@ def test_numbers_far_below_the_largest_of_their_row_are_rounded_up_to_the_least(
     assert (unpacked[0, 4:200] == 2.0**-14).all()
     assert not unpacked[0, 200:].any()  # zeros alone are exact
     assert not unpacked[1].any()
-
-
-def test_all_gates_are_packed_but_those_of_the_last_block():
-    config = new_config(device="cpu", layers=4, pack=True, compute="bf16")
-    model = build_model(config.model, torch.bfloat16, pack=True)
-    assert [block.mlp.sub_norm.packs for block in model.blocks] == [True] * 3 + [False]
-    assert len([*config.model.gates_to_pack()]) == 3

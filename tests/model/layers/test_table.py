@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from graph_parts import assert_same, initialised, normal, spec
+from graph_parts import initialised, normal, spec
+from states import assert_same, state_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.model.layers.table import MOST_USES, TernaryTable
@@ -30,18 +31,6 @@ def look_up(part: TernaryTable, ids=IDS, seed=1) -> torch.Tensor:
     return part(ids, normal(*ids.shape, seed=seed), torch.float32)
 
 
-def reference(w, ids, weights):
-    rows = w["weight"][ids.clamp(0, ROWS - 1)]
-    inside = (ids >= 0) & (ids < ROWS)
-    return (weights * inside)[..., None].mul(rows).sum(dim=1)
-
-
-def test_sums_and_gradients_equal_autograd():
-    part = table()
-    inputs = (IDS, normal(*IDS.shape))
-    assert_same(part, inputs, lambda *given: part(*given, torch.float32), reference)
-
-
 def test_usage_counts_the_steps_of_a_row():
     part = table()
     part.weight.usage[9] = MOST_USES
@@ -55,13 +44,12 @@ def test_usage_counts_the_steps_of_a_row():
 
 def test_ids_that_are_not_rows_change_nothing():
     part = table()
-    before = {name: buffer.clone() for name, buffer in part.weight.named_buffers()}
+    before = state_of(part.weight)
     updater = updater_of(part)
     look_up(part, torch.full((3, 2), -1)).sum().backward()
     updater.finish()
     assert updater.counters()["nonfinite_steps"] == 0
-    for name, buffer in part.weight.named_buffers():
-        assert torch.equal(buffer, before[name]), name
+    assert_same(state_of(part.weight), before)
 
 
 class Shapes(TorchDispatchMode):
@@ -93,7 +81,7 @@ def test_step_makes_nothing_of_the_size_of_the_table(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_only_touched_rows_change(rule):
     part = table(rule=rule)
-    before = {name: buffer.clone() for name, buffer in part.weight.named_buffers()}
+    before = state_of(part.weight)
     updater_of(part, rule=rule)
     look_up(part).sum().backward()
     others = torch.ones(ROWS, dtype=torch.bool).index_fill(0, torch.tensor(TOUCHED), False)

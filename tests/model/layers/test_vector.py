@@ -32,15 +32,6 @@ def test_first_values_of_votes_are_powers_of_two():
     assert ((values / torch.tensor(VALUES)).log2().abs() <= 0.51).all()
 
 
-def test_prepared_vector_is_reused_until_weights_may_change():
-    part = vector()
-    with part.prepacked_once():
-        before = part.prepared()
-        part.weight.exponent += 1
-        assert part.prepared() is before
-    assert torch.equal(part.prepared(), 2 * before)
-
-
 def test_taps_have_a_gradient_of_their_shape():
     part, handed = TernaryTaps(7, 4, preset("tiny").layer_spec(), area="mamba"), []
     part.weight.initialise(0, 0)

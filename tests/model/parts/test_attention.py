@@ -1,18 +1,15 @@
-"""Attention of shapes that kernels have not, and kernels by other angles and widths."""
+"""Attention of shapes that kernels have not, and its cache in eight bits."""
 
 import pytest
 import torch
-from references import logits_in_parts
+from references import assert_agrees, logits_in_parts
 
-from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.model.build import build_model
 from arbcli.model.layers.vector import VectorWeight
-from arbcli.verify import parity
-from arbcli.verify.subjects import Subject
 
 CTX, LENGTH, DIM, WINDOW = 12, 29, 48, 5
 LONGER = {"base": 50.0, "factor": 8.0, "original_ctx": 40}
@@ -33,14 +30,11 @@ SHAPES = {
 }  # fmt: skip
 KERNELS = ("plain", "wide heads", "half of a head", "interpolated", "llama3")
 """Shapes that kernels have."""
-PARTS = {
-    "a byte at a time": [1] * LENGTH,
-    "ragged": [3, 1, 5, 2, 1, 5, 4, 1, 1, 5, 1],
-}
+PARTS = {"a byte at a time": [1] * LENGTH, "ragged": [3, 1, 5, 2, 1, 5, 4, 1, 1, 5, 1]}
 
 
-def model_config(name: str, heads=4, **options) -> ModelConfig:
-    mixer = AttentionConfig(heads=heads, **SHAPES[name])
+def model_config(name: str, more: dict | None = None, **options) -> ModelConfig:
+    mixer = AttentionConfig(heads=4, **SHAPES[name] | (more or {}))
     block = BlockConfig(mixer=mixer, channel=MLPConfig(width=16))
     stage = StageConfig(dim=DIM, blocks=(block,) * 2)
     return ModelConfig(**{"ctx": CTX, "stages": (stage,)} | options)
@@ -69,12 +63,7 @@ def text(device) -> torch.Tensor:
     [("one head of keys, in a window", False), ("interpolated", False), ("all", True)],
 )
 def test_shape_agrees_with_its_reference(name, norm_gain, device):
-    config = model_config(name, norm_gain=norm_gain)
-    backend = "triton" if device.type == "cuda" else "torch"
-    run = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
-    results = [*parity.check_model(Subject(name, config, *run))]
-    results += parity._causality(Subject(name, config, *run))
-    assert not [result for result in results if not result.passed]
+    assert_agrees(model_config(name, norm_gain=norm_gain), device, "bits")
 
 
 @pytest.mark.parametrize(
@@ -114,38 +103,3 @@ def test_other_shapes_than_those_of_kernels_take_plain_operations():
         models = {name: build_model(model_config(name), torch.float32) for name in SHAPES}
     fitting = {name for name, model in models.items() if model.blocks[0].attention.fits_kernels}
     assert fitting == {*KERNELS, "output bias"}
-
-
-def turned(**angles) -> dict:
-    return {"rotary": RotaryConfig(**angles)}
-
-
-REFUSED = {
-    "3 heads of keys do not divide 4": lambda: {"kv_heads": 3},
-    "`head_width` is 7": lambda: {"head_width": 7},
-    "`query_key_norm` is `some`": lambda: {"query_key_norm": "some"},
-    "`share` is 0.1, and 1 of 12 numbers": lambda: turned(share=0.1),
-    "`base` is 0.5": lambda: turned(base=0.5),
-    "`share` is 1.5": lambda: turned(share=1.5),
-    "`scaling` is `more`": lambda: turned(scaling="more"),
-    "`factor` does not apply to the scaling `none`": lambda: turned(factor=2.0),
-    "`original_ctx` does not apply to the scaling `linear`": lambda: turned(
-        scaling="linear", factor=2.0, original_ctx=8
-    ),
-    "the scaling `yarn` needs `original_ctx`": lambda: turned(scaling="yarn", factor=2.0),
-    "`low` is 4.0, and `high` is 4.0": lambda: turned(
-        scaling="llama3", factor=2.0, original_ctx=8, low=4.0
-    ),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_shape_or_angle_that_cannot_be_is_refused(message, monkeypatch):
-    def make():
-        monkeypatch.setitem(SHAPES, "refused", REFUSED[message]())
-        model_config("refused")
-
-    with pytest.raises(ArbError) as caught:
-        make()
-    assert str(caught.value).startswith(message)
-    assert caught.value.hint

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from made_runs import observer_with
 from processes import environment, run_processes
 
 from arbcli.base.errors import ArbError
@@ -151,10 +152,8 @@ def trains_while_one_changes_the_text(rank, config, out):
             text = Path(config.data[0])
             text.write_bytes(text.read_bytes()[::-1])
 
-    observer = Observer()
-    observer.stepped = stepped
     with pytest.raises(ArbError) as refused:
-        start_run(config, out, observer)
+        start_run(config, out, observer_with(stepped=stepped))
     return str(refused.value)
 
 

@@ -1,14 +1,10 @@
 """A run in several processes: the same bits as in one, whatever their number."""
 
-import dataclasses
-
 import pytest
 import torch
-from marks import mostly_slow
 from processes import run_processes
 
 from arbcli.base.errors import ArbError
-from arbcli.config.presets import preset
 from arbcli.families.experts import weight as expert_weight
 from arbcli.model.checkpoint import tensor_digest
 from arbcli.model.packed import StateModule
@@ -19,22 +15,15 @@ from arbcli.training.recent import RecentSteps
 from arbcli.training.trainer import Trainer
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
-ABOUT = {
-    "accum": 4,
-    "steps": 9,
-    "seed": 3,
-    "reduce_dtype": "int12",
-    "device": "cpu",
+DECIDED = {
+    "lr": 0.5, "accum": 4, "steps": 9, "seed": 3, "reduce_dtype": "int12", "device": "cpu",
     "compute": "fp32",
-}
-DECIDED = {"lr": 0.5} | ABOUT
+}  # fmt: skip
 
 
-def trained(group, texts, given, steps, checkpoint=None):
+def trained(group, texts, given, steps):
     """Train; return digests of the state by name, the losses, and what was counted."""
     trainer = Trainer(new_config(**(DECIDED | given)), texts, group=group)
-    if checkpoint is not None:
-        trainer.restore(checkpoint)
     recent = RecentSteps(group, {})
     for _ in range(steps):
         recent.add(trainer.train_step(), trainer.updater.flips)
@@ -63,25 +52,17 @@ def test_four_processes_give_the_bits_of_a_single_process(texts):
 @pytest.mark.parametrize(
     "given",
     [
-        # micro-batches with unequal numbers of learnt symbols
-        {"digits": "all", "lr": 0.4, "weight_decay": 4.0, "objective": "fill"},
         # masks are those of a single process
-        {
-            "rule": "nibble",
-            "digits": "all",
-            "dropout": 0.25,
-            "attention_dropout": 0.2,
-            "embedding_dropout": 0.1,
-        },
+        {"rule": "nibble", "digits": "all", "weight_decay": 4.0, "dropout": 0.25,
+         "attention_dropout": 0.2, "embedding_dropout": 0.1},
         # sums of 16 bits in one process, and of 12 in two
-        {"direction": "factored", "accum": 8, "tscale": "T6"},
+        {"direction": "factored", "accum": 8, "scale_type": "T6"},
     ],
     ids=str,
-)
-def test_every_rule_gives_the_bits_of_one_process(given, texts):
-    scale = {"scale_type": given["tscale"]} if "tscale" in given else {}
-    given = {name: value for name, value in given.items() if name != "tscale"}
-    assert_the_same(texts, SMALL | given | scale)
+)  # fmt: skip
+def test_masks_and_sums_of_all_widths_give_the_bits_of_one_process(given, texts):
+    """`test_pairs.py` has two processes with all other settings."""
+    assert_the_same(texts, SMALL | given)
 
 
 def test_every_buffer_that_a_step_changes_is_sent(texts, small_graph, monkeypatch):
@@ -113,22 +94,6 @@ def test_every_buffer_that_a_step_changes_is_sent(texts, small_graph, monkeypatc
             assert {f"{name}.remainder", f"{name}.moment", f"{name}.fraction"} <= moved, name
 
 
-@pytest.mark.parametrize("tied", mostly_slow([False, True], bool))
-def test_embedding_and_head_of_many_symbols_give_the_bits_of_one_process(tied, texts):
-    model = preset("tiny", dim=16, layers=1, heads=2, ffn=24, ctx=12, direction="factored")
-    model = dataclasses.replace(model, vocabulary=5003, tied=tied)  # two chunks, not alike
-    assert_the_same(texts, {"preset": model, "batch": 2})
-
-
-def test_state_is_shared_out_and_a_run_goes_on_with_another_number(texts):
-    alone = Trainer(new_config(**(DECIDED | SMALL)), texts)
-    alone.train_step()
-    checkpoint = alone.checkpoint("text")
-    digests, losses, *_ = trained(Group(), texts, SMALL, 2, checkpoint)
-    results = run_processes(2, trained, texts, SMALL, 2, checkpoint)
-    assert (results[0][0], results[0][1]) == (digests, losses)
-
-
 def differing(group, texts):
     values = {"steps": 3, "lr": group.rank}
     with pytest.raises(ArbError, match="process 1 has another setting than process 0: `lr`"):
@@ -147,11 +112,9 @@ def test_processes_that_differ_are_refused(texts):
 
 
 def test_batches_that_cannot_be_dealt_out_are_refused(texts):
-    config = new_config(**(DECIDED | SMALL))
-    with pytest.raises(ArbError, match="4 micro-batches cannot be divided evenly among 3"):
-        Trainer(config, texts, group=Group(0, 3))
+    config = new_config(**(DECIDED | SMALL | {"reduce_dtype": None}))
     with pytest.raises(ArbError, match="cannot be shared across processes"):
-        Trainer(dataclasses.replace(config, reduce_dtype=None), texts, group=Group(0, 2))
+        Trainer(config, texts, group=Group(0, 2))
 
 
 def test_non_finite_gradient_is_counted_once_by_any_number_of_processes(texts):
@@ -202,20 +165,6 @@ def test_tensor_without_a_gradient_in_a_step_does_not_change(reduce_dtype, texts
     assert moved[0] == set() < {"trits", "remainder", "moment"} <= moved[1]
     assert "wire_exponent" in before[0]
     assert trainer.updater.counters() == {"nonfinite_steps": 0, "refused": 1}
-
-
-def twin_losses(group, texts):
-    given = SMALL | ABOUT | {"reduce_dtype": None, "weights": "float", "dropout": 0.25}
-    trainer = Trainer(new_config(**given), texts, group=group)
-    losses = [float(trainer.train_step()) for _ in range(3)]
-    return [*losses, trainer.evaluate(num_batches=4)]
-
-
-def test_twin_learns_the_same_in_two_processes(texts):
-    alone = twin_losses(Group(), texts)
-    results = run_processes(2, twin_losses, texts)
-    assert results[0] == results[1]
-    assert results[0] == pytest.approx(alone, abs=1e-5)
 
 
 def test_exponents_of_the_wire_fall_in_one_step_of_sixteen(texts, monkeypatch):
