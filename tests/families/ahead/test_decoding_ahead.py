@@ -7,7 +7,7 @@ from states import assert_same
 from arbcli.config.presets import preset
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers import group_product
+from arbcli.model.layers import decoded_groups, group_product
 
 SIZES = {"dim": 8, "layers": 1, "heads": 2, "ffn": 8, "ctx": 65, "sub_norms": False}
 
@@ -64,3 +64,25 @@ def test_decoded_weights_are_not_used_after_a_change(device, backend):
             weight.trits[:] = 121
         assert not weight.multiply(x, None).any()
         weight.initialise(3, 5)
+
+
+def weights_of(model: LanguageModel) -> list:
+    parts = [(block.attention, block.mlp) for block in model.blocks]
+    layers = [(a.qkv, a.output, mlp.gate_up, mlp.output) for a, mlp in parts]
+    return [layer.weight for block in layers for layer in block] + [model.head.weight]
+
+
+def test_a_forward_keeps_what_its_backward_begins_with(device, backend, monkeypatch):
+    model = build(device, layers=2)
+    weights = weights_of(model)
+    assert [weight.group.kept_for_backward for weight in weights] == [False] * 5 + [True] * 4
+    ids = (torch.arange(66, device=device) * 7 % 256)[None]
+    with torch.no_grad():
+        model.loss(ids[:, :-1], ids[:, 1:])
+    assert all(weight._ready is None for weight in weights)
+    model.loss(ids[:, :-1], ids[:, 1:]).backward()
+    assert all(weight._ready is None for weight in weights)
+    model.loss(ids[:, :-1], ids[:, 1:])
+    assert [weight._ready is not None for weight in weights] == [False] * 5 + [True] * 4
+    monkeypatch.setattr(decoded_groups, "MOST_KEPT", 4 * 8 * 8)
+    assert not any(weight.group.kept_for_backward for weight in weights_of(build(device, layers=2)))

@@ -55,7 +55,7 @@ MEANS_AND_GAINS = {"mean_ratio": 6, "key_gain": True}
 @pytest.mark.parametrize(
     ("name", "options"),
     [("bytes", {}), ("all at once", {"weights": "ste"}), ("ragged", {"kv_heads": 2}),
-     ("a prompt of two entries", MEANS_AND_GAINS)],
+     ("a prompt of two entries", MEANS_AND_GAINS), ("bytes", {"top_k": 8, "ratios": (3,)})],
     ids=str,
 )  # fmt: skip
 def test_cached_logits_equal_those_of_one_forward(name, options, small_compressed):

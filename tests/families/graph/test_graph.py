@@ -35,6 +35,7 @@ LEFT_OUT = [
     {"moe": False, "graph": False, "sub_norms": False},
     dict.fromkeys(PARTS, False),
     {"moe_top_k": 4},
+    {"moe": False, "graph_adapters": True, "max_moe_iters": 1},
 ]
 LENGTH = 21
 
@@ -63,6 +64,7 @@ def test_twin_agrees_with_the_reference_in_losses_and_every_gradient(weights, se
     }
     losses = lm.losses(ids[:, :-1], ids[:, 1:])
     minimised(losses, lm.loss_weights).backward()
+    assert {"edges", "fullest_expert"} <= lm.gauges().keys()
     memories = dict(lm.named_buffers())
     logits, besides = Reference(leaves, lm.config, memories=memories)(ids[:, :-1])
     of_text = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
