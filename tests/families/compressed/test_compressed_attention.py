@@ -18,6 +18,8 @@ from arbcli.families.compressed.verify.compressed_attention import (
 )
 from arbcli.families.compressed.verify.compressed_attention_backward import (
     compressed_attention_backward_verification,
+    gradient_terms,
+    rounded_attention_gradients,
 )
 from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.kernels.runtime.backend import use_backend
@@ -103,3 +105,19 @@ def test_threads_wait_for_the_new_key_and_for_all_scores():
     inputs = index_of_byte(generator, torch.device("cpu"), torch.float32, *shape)
     with use_backend("interpreter"), barriers_where_needed():
         choose_next_verification.triton(*inputs)
+
+
+def test_gradient_of_a_sink_that_cancels_is_close_relative_to_its_terms():
+    """That of one head and two bytes is what two numbers leave, each rounded to bfloat16."""
+    spec = compressed_attention_backward_verification
+    grad_y, *given = drawn((1, 1, 2, 0), 2, torch.bfloat16, torch.device("cpu"))
+    first, second = gradient_terms(grad_y, *given)[-1].sum(dim=(0, 2, 3))
+    grad_y[:, 1] *= -first / second
+    inputs = grad_y, *given
+    wanted, peer = spec.reference(*inputs)[-1], rounded_attention_gradients(*inputs)[-1]
+    terms = gradient_terms(*inputs)[-1]
+    assert (peer - wanted).norm() > spec.gate.peer_relative * wanted.norm()
+    assert not compare(spec, "", peer, wanted, peer).passed
+    assert compare(spec, "", peer, wanted, peer, terms).passed
+    wrong = wanted + 0.02 * terms.norm()
+    assert not compare(spec, "", wrong, wanted, peer, terms).passed
