@@ -32,8 +32,8 @@ def trainer_of(lines):
     return make
 
 
-RULES = [{"digits": "all"}, {}, {"rule": "nibble"}]
-"""Averages in place of remainders, split into trits and remainders, and of half a byte."""
+RULES = [{"digits": "all"}, {"accum": 2, "reduce_dtype": "int16"}, {"rule": "nibble"}]
+"""Averages in place of remainders, of trits and remainders in sums of processes, and of nibbles."""
 
 
 @pytest.fixture(scope="module", params=RULES, ids=str)
