@@ -42,7 +42,7 @@ LARGEST_RATIO = 1 << 16
 HELD_BYTES = 2**25
 """Maximum size of held gradients."""
 AVERAGE_SEED = 0x2545F491
-"""XORed with the seed, so that averages are rounded with other random bits than updates."""
+"""XORed with keys, so that averages are rounded with other random bits than updates."""
 
 
 class _Target(NamedTuple):
@@ -316,8 +316,7 @@ class Updater:
     def _average_weights(self) -> None:
         from arbcli.model.averages import move_averages  # most runs have none
 
-        seed = self.seed ^ AVERAGE_SEED
-        keys = stream_keys(seed, torch.zeros_like(self._step), self._num_matrices, 1)[:, 0]
+        keys = self._steady_keys ^ AVERAGE_SEED
         for merge in (True, False):
             tensors = [tensor for tensor in self.tensors if self._merges(tensor) == merge]
             parts = move_averages(
