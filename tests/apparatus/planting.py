@@ -36,7 +36,7 @@ class Fault(NamedTuple):
     old: str
     """A piece of its source, that no other function of this name has."""
     new: str
-    """What takes the place of every occurrence."""
+    """Replacement of every occurrence."""
 
     @contextmanager
     def planted(self, folder: Path) -> Iterator[None]:
