@@ -47,6 +47,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "factored, recomputed": {"rule": "moment", "direction": "factored", "recompute": True},
     "orthogonal": {"rule": "moment", "direction": "orthogonal"},
     "orthogonal, fp8": {"rule": "moment", "direction": "orthogonal", "compute": "fp8"},
+    "orthogonal, fp8-backward": {
+        "rule": "moment",
+        "direction": "orthogonal",
+        "compute": "fp8-backward",
+    },
     "AdamW": {"weights": "float"},
     "Muon": {"weights": "float", "optimizer": "muon"},
     "AdamW, bare": {"weights": "float"},
@@ -66,7 +71,8 @@ GROUPS = {
     "1b": (
         ("factored", "factored, no sub-norms", "AdamW, bare"),
         ("factored, fp8", "factored, fp8, no sub-norms", "orthogonal, fp8"),
-        ("orthogonal", "orthogonal, no sub-norms", "Muon, bare"),
+        ("orthogonal", "orthogonal, fp8-backward", "Muon, bare"),
+        ("orthogonal, no sub-norms",),
         ("AdamW", "Muon"),
         ("AdamW, no sub-norms", "Muon, no sub-norms"),
         SAVING,

@@ -38,6 +38,9 @@ FAULTS = [
     Fault("decode_e4m3", "_decode_planes", "width * digit", "32 * digit"),
     Fault("fp8_matmul", "_multiply", ".float().T) * (scale * weight_scale)",
         ".float().T) * scale"),
+    Fault("transpose_quantised", "_transpose_quantised_kernel", "offs_m < padded", "offs_m < M"),
+    Fault("transpose_quantised", "_prepare", "scale / shared", "shared / scale"),
+    Fault("fp8_grad_w", "_multiply", "(grad_scale * scale)", "scale"),
     # products in four bits, emulated
     Fault("round_nvfp4", "_nvfp4_kernel", "264", "266"),
     Fault("round_nvfp4", "_nvfp4_kernel", "size > 2.5 * s", "size >= 2.5 * s"),
@@ -223,7 +226,7 @@ FAULTS = [
     Fault("grouped: gradient", "Block.forward", "branch.norm",
         "self.branches[branch is self.branches[0]].norm"),
     Fault("ragged: end to end", "_CrossEntropy.forward", ".mean()", ".sum()"),
-    Fault("ragged: gradient", "LinearWeight.gradient", "grad_y.T @ source",
+    Fault("ragged: gradient", "Product.gradient", "grad_y.T @ source",
         "grad_y.T @ source / len(source)"),
     # the graph model
     Fault("graph: end to end", "_Combine.forward", "values, positions, gates",

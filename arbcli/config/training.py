@@ -48,7 +48,7 @@ FADING_SHARE = 0.5
 FADE_LEARNT_TO = 0.1
 """Default share of the steps after which weights are trits in a run that starts from all digits of
 other weights."""
-COMPUTES = ("bf16", "fp8", "nvfp4", "fp32")
+COMPUTES = ("bf16", "fp8", "fp8-backward", "nvfp4", "fp32")
 """Choices of `compute`."""
 BACKENDS = ("triton", "native", "torch", "interpreter")
 """Choices of `backend`; `arbcli.kernels.runtime.backend` has them too, and imports torch."""
@@ -68,6 +68,7 @@ FLOAT_WEIGHT_DECAY = 0.1
 OF_TERNARY = {
     "scale_losses": "scales", "weight_average": "average", "teacher": "teacher",
     "reduce_dtype": "rounded gradients", "compute=fp8": "products in eight bits",
+    "compute=fp8-backward": "products in eight bits",
     "compute=nvfp4": "products in four bits", "pack": "packed gates", "keep_best": "checkpoint",
 }  # fmt: skip
 """Settings that a float baseline refuses, with what it has not."""
@@ -280,8 +281,8 @@ class TrainConfig:
     gradient is computed, without accumulating gradients. `none` becomes None."""
     compute: str = of_learning(
         "bf16",
-        "Activations: bf16 or fp32; or bf16 with matrix products in fp8, or in nvfp4, which is"
-        " emulated.",
+        "Activations: bf16 or fp32; or bf16 with matrix products in fp8, with those of the backward"
+        " pass in fp8, or in nvfp4, which is emulated.",
         choices=COMPUTES,
         default="bf16 where it is fast",
         common=True,

@@ -75,7 +75,7 @@ def step_seconds(config: TrainConfig) -> float | None:
     """
     model, parts = config.model, list(config.model.specs_and_parts())
     kinds = {part.kind for _, part in parts}
-    supported = config.compute in ("bf16", "fp8") and model.weights == "ternary"
+    supported = config.compute in ("bf16", "fp8", "fp8-backward") and model.weights == "ternary"
     if not supported or len(model.stages) > 1 or kinds - {"attention", "mlp"}:
         return None
     linear = sum(part.products(spec, 0) for spec, part in parts)
@@ -84,7 +84,7 @@ def step_seconds(config: TrainConfig) -> float | None:
     spec, tokens, passes = model.layer_spec(), config.batch * model.ctx, 3 + config.recompute
     head = model.vocabulary * spec.dim
     weights = linear + head * (1 if model.tied else 2)
-    in_fp8 = passes - 1 if config.compute == "fp8" else 0  # gradients of weights are in bf16
+    in_fp8 = {"fp8": passes - 1, "fp8-backward": 2}.get(config.compute, 0)
     kept = min(1, KEPT_BYTES[config.recompute] / (2 * tokens * model.vocabulary))
     in_bf16 = passes * attention + (4 - kept) * head + (passes - in_fp8) * linear
     seconds_per_token = (

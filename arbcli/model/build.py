@@ -6,7 +6,7 @@ from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig, gates_to_pack
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import TernaryGate
-from arbcli.model.layers.products import LowPrecision
+from arbcli.model.layers.products import FORMATS, LowPrecision
 from arbcli.model.stack import Stack
 
 
@@ -17,8 +17,7 @@ def build_model(
     seed: int | None = 0,
     recompute: bool = False,
     pack: bool = False,
-    fp8: bool = False,
-    nvfp4: bool = False,
+    number_format: str = "bf16",
 ) -> LanguageModel:
     """Build the model of a configuration, on torch's default device.
 
@@ -29,9 +28,10 @@ def build_model(
             nan, for a caller that sets all of them; so does the device `meta`, which has no bytes.
         recompute: whether to use activation checkpointing: the backward recomputes each block.
         pack: whether to pack gates for the backward pass: see `gates_to_pack`.
-        fp8: whether to multiply in FP8 in indexers and in linear layers, except for the head and
-            for layers with a size that is not a multiple of `MULTIPLE`.
-        nvfp4: whether to multiply in NVFP4, emulated, in the same linear layers and in experts.
+        number_format: format of products. `fp8` is for indexers and for linear layers, except for
+            the head and for layers with a size that is not a multiple of `MULTIPLE`;
+            `fp8-backward` for the backward of these layers, and `nvfp4`, emulated, for the layers
+            and experts. Others are multiplied in `compute_dtype`.
 
     Raises:
         ArbError: no layer of the model can multiply in the format.
@@ -41,9 +41,7 @@ def build_model(
         for stack in model.modules():
             if isinstance(stack, Stack):
                 _pack_gates(stack)
-    for number_format, is_chosen in (("fp8", fp8), ("nvfp4", nvfp4)):
-        if not is_chosen:
-            continue
+    if number_format in FORMATS:
         parts = [part for part in model.modules() if isinstance(part, LowPrecision)]
         if sum(part.multiply_in(number_format) for part in parts) == 0:
             from arbcli.kernels.matmul.fp8_matmul import MULTIPLE

@@ -139,8 +139,7 @@ class Trainer:
                 seed=config.seed,
                 recompute=config.recompute,
                 pack=config.pack,
-                fp8=config.compute == "fp8",
-                nvfp4=config.compute == "nvfp4",
+                number_format=config.compute,
             )
         self.model.tokenizer = texts.tokenizer
         capture = compiled = capture and config.backend == "triton"

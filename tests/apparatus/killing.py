@@ -55,7 +55,9 @@ RUNS: dict[str, tuple[ModelConfig | None, str]] = {
     "moment-all": (dense(digits="all", direction="factored"), SHARED),
     "moment-fade": (dense(digits="fade"), SHARED), "nibble": (dense(rule="nibble"), SHARED),
     "nibble-all": (dense(rule="nibble", digits="all"), SHARED),
-    "nibble-fade": (dense(rule="nibble", digits="fade"), ALONE),
+    "nibble-fade": (
+        dense(rule="nibble", digits="fade"), f"{ALONE} --compute fp8-backward --recompute"
+    ),
     "carry": (dense(rule="carry", direction="sign"), SHARED),
     "carry-fp8": (dense(rule="carry"), f"{ALONE} --compute fp8 --recompute"),
     "votes": (dense(rule="votes"), ALONE), "arb-tiny": (graph_config(), SHARED),

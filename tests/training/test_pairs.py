@@ -15,7 +15,7 @@ import pytest
 from processes import run_processes
 
 from arbcli.base.errors import ArbError
-from arbcli.config.training import TrainConfig
+from arbcli.config.training import COMPUTES, TrainConfig
 from arbcli.inspect.memory import predict_run
 from arbcli.kernels.runtime import merged, native
 from arbcli.model import updater
@@ -62,7 +62,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "int12": {"reduce_dtype": "int12"}, "int16": {"reduce_dtype": "int16"}},
     "weight average": {"none": {}, "20 steps": {"weight_average": 20}},
     "processes": {"1": {}, "2": {}},
-    "compute": {name: {"compute": name} for name in ("fp32", "bf16", "fp8", "nvfp4")},
+    "compute": {name: {"compute": name} for name in ("fp32", *COMPUTES[:-1])},
     "kept": {"activations": {}, "inputs": {"recompute": True},
         "packed": {"pack": True}},
     "scales": {"by the loss": {}, "routed": {"scale_losses": ("attention=text",)}},
@@ -88,7 +88,7 @@ REFUSED = (
     ("weights", BASELINES, "reduce_dtype", ("int8", "int12", "int16"), "has no rounded gradients"),
     ("weight average", ("20 steps",), "weights", BASELINES, "a float baseline has no average"),
     ("weight average", ("20 steps",), "weights", VOTES, "`votes` have no average"),
-    ("weights", BASELINES, "compute", ("fp8",), "has no products in eight bits"),
+    ("weights", BASELINES, "compute", ("fp8", "fp8-backward"), "has no products in eight bits"),
     ("weights", BASELINES, "compute", ("nvfp4",), "has no products in four bits"),
     ("weights", BASELINES, "kept", ("packed",), "has no packed gates"),
     ("compute", ("fp32",), "kept", ("packed",), "gates in fp32"),

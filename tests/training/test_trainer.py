@@ -69,7 +69,8 @@ def small_config(text, rule, compute="bf16"):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rule", "compute"), [*((rule, "bf16") for rule in RULES), ("moment", "fp8")]
+    ("rule", "compute"),
+    [*((rule, "bf16") for rule in RULES), ("moment", "fp8"), ("moment", "fp8-backward")],
 )
 def test_captured_steps_give_the_bits_of_eager_steps(rule, compute, text):
     config = small_config(text, rule, compute)

@@ -16,7 +16,8 @@ from arbcli.base.errors import ArbError, setting_error
 from arbcli.kernels.runtime.backend import check_backend, default_backend
 
 COMPUTE = {
-    "bf16": torch.bfloat16, "fp8": torch.bfloat16, "nvfp4": torch.bfloat16, "fp32": torch.float32,
+    "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp8-backward": torch.bfloat16,
+    "nvfp4": torch.bfloat16, "fp32": torch.float32,
 }  # fmt: skip
 """Dtype of activations, by `--compute`."""
 DEVICES = "use `cpu`, `cuda`, or `mps` on a Mac"
@@ -107,14 +108,18 @@ def check_compute(compute: str, device: torch.device) -> None:
     Raises:
         ArbError: the GPU lacks FP8 products.
     """
-    if compute == "fp8" and device.type == "mps":
-        raise setting_error("`compute=fp8` is not supported on Apple GPUs", "use `compute=fp32`")
-    if compute == "fp8" and device.type == "cuda":
+    if not compute.startswith("fp8"):
+        return
+    if device.type == "mps":
+        raise setting_error(
+            f"`compute={compute}` is not supported on Apple GPUs", "use `compute=fp32`"
+        )
+    if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < (8, 9):
             raise ArbError(
-                f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}, and `compute=fp8`"
-                " needs sm_89",
+                f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}, and"
+                f" `compute={compute}` needs sm_89",
                 "use `compute=bf16`, or a GPU of 2022 or later",
                 fields=("compute",),
             )

@@ -35,7 +35,7 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
     """The weight of a `TernaryLinear`."""
 
     number_format = "bf16"
-    """Format of products of many rows: `bf16`, `fp8` or `nvfp4`, which may be emulated."""
+    """Format of products of many rows: `bf16`, or of `FORMATS`."""
     low_precision = True
     """Whether FP8 and NVFP4 are allowed for this weight."""
     is_last = False
@@ -44,6 +44,8 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
     """Weights that are decoded with it; None if it is decoded alone."""
     _kept: Tensor | None = None
     _keeps = False
+    quantised_grad: tuple[Tensor, Tensor, Tensor] | None = None
+    """Gradient of a product, and its `quantise_rows`, for the gradient of the weight."""
     _ready: tuple[tuple[int, ...], Tensor] | None = None
     """Version of the weight, and a tensor that was computed from it for its next use."""
 
@@ -53,7 +55,7 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
         return "int8" if self.rule.reads_all else "trits"
 
     def multiply_in(self, number_format: str) -> bool:
-        """Multiply in FP8 or NVFP4 if the shapes fit: see `LowPrecision`."""
+        """Multiply in a format if the shapes fit: see `LowPrecision`."""
         chosen = self.low_precision and products.fits_low_precision(
             self.out_features, self.in_features
         )
@@ -123,7 +125,7 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
         """Compute grad_y.T @ x, with float32 accumulation and one rounding to the dtype of x."""
-        return grad_y.T @ source
+        return self.product_for(grad_y).gradient(self, source, grad_y)
 
     def product_backward(
         self,
@@ -154,6 +156,7 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
         elif norm:
             source = norm(source)
         self.collect(source, grad_y)
+        self.quantised_grad = None
         return grad_x
 
 

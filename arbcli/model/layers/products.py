@@ -32,9 +32,10 @@ FEW_ROWS = 64
 group."""
 FORMATS = {
     "fp8": "arbcli.model.layers.fp8_product:FP8Product",
+    "fp8-backward": "arbcli.model.layers.fp8_product:FP8BackwardProduct",
     "nvfp4": f"{FOUR_BIT_PRODUCTS}:NVFP4Product",
 }
-"""Places of products of many rows, by the number format of both operands."""
+"""Places of products of many rows with rounded operands, by their format: see `--compute`."""
 
 
 class LowPrecision:
@@ -44,7 +45,7 @@ class LowPrecision:
         """Multiply in a format from now on, if the module's shapes allow it.
 
         Args:
-            number_format: `fp8` or `nvfp4`.
+            number_format: a key of `FORMATS`.
 
         Returns:
             Whether the module has matrices that it multiplies in the format.
@@ -85,6 +86,10 @@ class Product:
     def propagate(self, weight: "LinearWeight", grad_y: Tensor) -> Tensor:
         """Compute grad_y @ w for the (M, N) gradient of a product."""
         return ternary_matmul_grad_x(grad_y, weight.packed)
+
+    def gradient(self, weight: "LinearWeight", source: Tensor, grad_y: Tensor) -> Tensor:
+        """Compute grad_y.T @ source, the gradient of the weight, for the input of a product."""
+        return grad_y.T @ source
 
 
 class KeptProduct(Product):

@@ -103,7 +103,7 @@ def test_byte_is_seen_through_its_entry_once_that_is_complete(small_compressed):
 
 def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
     config = model_of(small_compressed, dim=48, ffn=48, ratios=(3,))
-    lm = build_model(config, torch.float32, fp8=True)
+    lm = build_model(config, torch.float32, number_format="fp8")
     lm.initialise(0)
     indexer = lm.blocks[0].attention.indexer
     generator = torch.Generator().manual_seed(0)

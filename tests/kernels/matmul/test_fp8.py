@@ -5,6 +5,7 @@ import torch
 
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.matmul.fp8_grad_w import fp8_grad_w
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
 from arbcli.verify.kernels.codec.packed import random_packed
@@ -56,3 +57,22 @@ def test_non_finite_row_stays_non_finite_and_changes_no_other(
     assert scale.isfinite().flatten().tolist() == [True, False, True]
     for got, expected in zip((q, scale), whole, strict=True):
         assert torch.equal(got[::2], expected[::2])
+
+
+def test_gradient_of_numbers_that_eight_bits_hold_is_exact(device):
+    """Rows whose scales differ, and a number of rows that is no multiple of 16."""
+    generator = torch.Generator().manual_seed(0)
+    grad_y, x = (torch.randint(-8, 9, (70, n), generator=generator).float() for n in (32, 64))
+    grad_y *= torch.exp2(torch.arange(70) % 4)[:, None]
+    grad_y, x = grad_y.to(device), x.to(device)
+    gradient = fp8_grad_w(*quantise_rows(grad_y), *quantise_rows(x), torch.float32)
+    assert torch.equal(gradient, grad_y.T @ x)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("operand", [0, 1])
+def test_non_finite_row_makes_the_gradient_nan(operand, value, device):
+    operands = torch.ones(70, 32, device=device), torch.ones(70, 64, device=device)
+    operands[operand][3, 5] = value
+    (grad_q, grad_scale), (q, scale) = map(quantise_rows, operands)
+    assert fp8_grad_w(grad_q, grad_scale, q, scale, torch.float32).isnan().all()
