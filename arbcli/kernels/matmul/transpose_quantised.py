@@ -18,7 +18,7 @@ from arbcli.kernels.runtime.operation import Operation
 
 MULTIPLE = 16
 """Divisor of the summed dimension of FP8 products."""
-BLOCK_M, BLOCK_D = 128, 128
+BLOCK_M, BLOCK_D = 128, 64
 """Rows and columns of a program."""
 
 
