@@ -241,7 +241,7 @@ sys.exit(pytest.main([*tests, "-k", "native or loop_in_c"]))
 def test_loops_stay_within_their_memory(tmp_path):
     """They are compiled to watch every access: one past an array may change no result."""
     sanitizer = check_output(
-        [*native._compiler(), "-print-file-name=libasan.so"], text=True
+        [*native_library._compiler(), "-print-file-name=libasan.so"], text=True
     ).strip()
     if not Path(sanitizer).is_absolute():
         pytest.skip("the C compiler has no library that watches accesses")
