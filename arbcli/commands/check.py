@@ -1,7 +1,8 @@
 """`arb check`: verification of a run's files, and a preview of a resume."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Group
@@ -23,15 +24,15 @@ def check(run: Run = None, checkpoint: Checkpoint = None, as_json: Json = False)
 
 
 def print_check(
-    run: Path, *, as_json: bool, root: Path | None = None, steps: int | None = None
+    run: Path, changes: Mapping[str, Any] = {}, *, as_json: bool, root: Path | None = None
 ) -> int:
     """Check a run, print the report, and return the exit code.
 
     Args:
         run: a run directory, a checkpoint in one, or `auto`.
+        changes: settings that the resume would change.
         as_json: whether to print JSON.
         root: directory of the runs, for `auto`.
-        steps: number of steps that the resume would set; None keeps the run's own.
     """
     run = find_run(run, root)
     directory_of(run)  # refuses another path before torch is imported
@@ -39,7 +40,7 @@ def print_check(
         line.show_wait("reading")
         from arbcli.training.check import check_run  # torch takes seconds to import
 
-        report = check_run(run, steps)
+        report = check_run(run, **changes)
     emit(report, _tables(report), as_json=as_json)
     return 0 if report.passed else 1
 

@@ -52,6 +52,11 @@ EXCLUDED = {
     "--minutes": ("--steps",),
 }  # fmt: skip
 """Options that cannot be combined with another one."""
+CHANGEABLE = (
+    "steps", "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best",
+    "patience", "recompute",
+)  # fmt: skip
+"""Settings that a resume may change; only that of the steps changes weights, of later steps."""
 
 
 _MINUTES = typer.Option(
@@ -137,7 +142,6 @@ def train(
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
     settings = opt.given_options(**settings)
-    steps = settings.get("steps")
     if gpus is not None and not dry_run and not print_config:
         if resume is None and config_file is None:
             chosen = gpus if _chooses_step(settings, init_from) else 1
@@ -146,7 +150,7 @@ def train(
     if pin and not dry_run and not print_config:
         _pin(device)
     if resume is not None:
-        others = {name: value for name, value in settings.items() if name != "steps"}
+        others = {name: value for name, value in settings.items() if name not in CHANGEABLE}
         others |= opt.given_options(minutes=minutes, init_from=init_from, config=config_file)
         _refuse_changes(others)
         if out is not None and resume != "auto":
@@ -157,7 +161,7 @@ def train(
     else:
         settings = _merge_files(settings, config_file, init_from)
     if dry_run and resume is not None:
-        raise typer.Exit(print_check(Path(resume), as_json=as_json, root=out, steps=steps))
+        raise typer.Exit(print_check(Path(resume), settings, as_json=as_json, root=out))
     if resume is None:
         _check_new(settings, init_from, out)
     else:
@@ -196,7 +200,7 @@ def train(
             _leave_busy_processors(device, display)
         if resume is not None:
             report = resume_run(
-                run, observer, device=device, backend=backend, steps=steps, profile=profile
+                run, observer, device=device, backend=backend, profile=profile, **settings
             )
         else:
             initial = None if init_from is None else _read_initial(init_from, settings, display)

@@ -60,12 +60,13 @@ class CheckReport:
     """Whether no file is damaged or refused."""
 
 
-def check_run(path: Path, steps: int | None = None) -> CheckReport:
+def check_run(path: Path, steps: int | None = None, **changes: Any) -> CheckReport:
     """Verify the contents of all files of a run, and predict the effect of a resume.
 
     Args:
         path: a run directory, or the checkpoint from which to resume.
         steps: number of steps that the resume would set; None keeps the run's own.
+        changes: other settings that it would change: see `resume_run`.
 
     Raises:
         ArbError: there is no run.
@@ -76,7 +77,7 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
     config, stops = None, None
     try:
         facts = read_facts(run)
-        config = run_config(run, facts)
+        config = dataclasses.replace(run_config(run, facts), **changes)
         began = f"{config.steps:,} steps, begun {facts['started'][:19]}"
         findings.append(Finding(name=CONFIG, state="ok", detail=began))
     except ArbError as error:
@@ -109,8 +110,8 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
         if not verified and resume.can_begin_again(run):
             resumes_at, stops = _start_again(facts)
     total = config.steps if config else None
-    changes = config is not None and steps not in (None, total)
-    if changes and steps is not None and resumes_at is not None:
+    extends = config is not None and steps not in (None, total)
+    if extends and steps is not None and resumes_at is not None:
         try:
             resume.check_steps(run, resumes_at, steps)
         except ArbError as error:
@@ -133,7 +134,7 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
             older = [file.name for file in verified if step_of(file) <= resumes_at]
             left |= {*older[config.keep - 1 :]}
         removes += sorted(left, reverse=True)
-        if ended and changes:
+        if ended and extends:
             try:
                 resume.check_patience(run, config, losses)
             except ArbError as error:
@@ -143,8 +144,8 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
         findings=tuple(findings),
         resumes_at=resumes_at,
         stops=stops,
-        steps=steps if changes else total,
-        steps_before=total if changes else None,
+        steps=steps if extends else total,
+        steps_before=total if extends else None,
         drops_records=dropped,
         evaluates_first=evaluates,
         has_ended=ended,

@@ -136,11 +136,12 @@ class Loop:
     def _note_patience(self) -> None:
         """Say why the run ends before its last step."""
         run, patience = self.saver.run, self.patience
-        best_is_kept = "" if run is None else f" is kept as {quoted(best_checkpoints(run))}"
+        kept = [] if run is None else best_checkpoints(run)  # none from before `--patience`
+        how = f"is kept as {quoted(kept)}" if kept else "was the lowest"
         self.observer.noted(
             f"stopped after step {self.trainer.step:,}: the held-out loss has not fallen in"
             f" {patience.waited:,} evaluations; that of step {patience.best_step or 0:,},"
-            f" {patience.best:.4f} nats a byte,{best_is_kept or ' was the lowest'}"
+            f" {patience.best:.4f} nats a byte, {how}"
         )
 
     def _is_stopped(self, signal: RememberedSignal) -> bool:

@@ -349,4 +349,7 @@ def stays(record: dict[str, Any], step: int, config: TrainConfig, has_recent: bo
     """
     if record["step"] != step or record.get("val_loss") is not None:
         return record["step"] <= step
-    return not is_evaluated(config, step) and (is_recorded(config, step) or not has_recent)
+    if is_evaluated(config, step):
+        return False
+    # the sample may be from before `sample_every` was changed
+    return is_recorded(config, step) or record.get("sample") is not None or not has_recent

@@ -75,6 +75,7 @@ def resume_run(
     backend: str | None = None,
     steps: int | None = None,
     profile: int | None = None,
+    **changes: Any,
 ) -> TrainReport:
     """Resume a run from its newest intact checkpoint, or from a given checkpoint.
 
@@ -86,9 +87,10 @@ def resume_run(
         backend: kernel backend; None is that of the run.
         steps: new total number of steps, which also changes the schedule.
         profile: number of steps to trace with torch's profiler: see `start_run`.
+        changes: new values of other settings, on which no weight depends; they are recorded.
 
     Raises:
-        ArbError: there is no usable checkpoint, or the text has changed.
+        ArbError: there is no usable checkpoint, the text has changed, or a new value is invalid.
     """
     run = directory_of(path)
     facts = directory.read_facts(run)
@@ -96,7 +98,7 @@ def resume_run(
     place = own_device(devices.resolve_device(device or config.device))
     backend = devices.resolve_backend(backend or (None if device else config.backend), place)
     devices.check_compute(config.compute, place)
-    config = dataclasses.replace(config, device=str(place), backend=backend)
+    config = dataclasses.replace(config, device=str(place), backend=backend, **changes)
     if config.model.weights != "ternary":
         raise ArbError(
             "float baselines have no checkpoints to resume from", "start a new run with `--out`"
@@ -130,6 +132,7 @@ def resume_run(
                     else load_checkpoint(path, accept)
                 )
             group.compare({"checkpoint": checkpoint and checkpoint.digest}, "file")
+            facts["config"] |= changes
             done = 0 if checkpoint is None else checkpoint.step
             if done >= config.steps and steps in (None, config.steps):
                 report = _finished_report(run, facts, config, observer, group)
@@ -146,6 +149,7 @@ def resume_run(
                 kept = [r for r in records_before if stays(r, done, config, has_recent)]
                 check_patience(run, config, group.broadcast_object(held_out_losses(kept)))
                 config, facts = _extended(run, facts, config, done, steps, observer, group)
+            _record_changes(run, facts, group)
             trainer = build_trainer(config, texts, group, teacher)
             del teacher  # it may be large
             if checkpoint is None:
@@ -181,6 +185,7 @@ def _finished_report(
     if last_loss is None or (last_loss[0] is None and is_evaluated(config, config.steps)):
         return None
     (val_loss,) = last_loss
+    _record_changes(run, facts, group)
     saved = checkpoint_path(run, config.steps)
     if group.first:  # the run may have been killed before it did so
         records = read_records(run)
@@ -253,9 +258,13 @@ def _extended(
     changes = [*facts.get("extended", []), {"at": done, "from": config.steps, "to": steps}]
     recorded = train_config_dict(dataclasses.replace(train_config_from(facts), steps=steps))
     facts |= {"config": recorded, "digests": directory.field_digests(longer), "extended": changes}
-    if group.first:
-        write_json(run / CONFIG, facts)
     return longer, facts
+
+
+def _record_changes(run: Path, facts: dict[str, Any], group: Group) -> None:
+    """Write `config.json` if settings were changed."""
+    if group.first and directory.read_facts(run) != facts:
+        write_json(run / CONFIG, facts)
 
 
 def check_same_run(

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import signal
 import subprocess
@@ -35,9 +36,11 @@ def test_train_prints_run_device_losses_and_checkpoint(text, tmp_path, arb_here,
                   f"checkpoint     {run}/step-000012.safetensors"):  # fmt: skip
         assert words in done.stderr
     assert "float parameters" not in done.stderr
-    again = arb_here("train", "--resume", "auto")
+    again = arb_here("train", "--resume", "auto", "--keep", "1", "--save-every", "9")
     assert again.returncode == 0
     assert again.stderr.startswith("the run is finished: all 12 steps are done, held-out loss")
+    assert [path.name for path in Path(run).glob("*.safetensors")] == ["step-000012.safetensors"]
+    assert json.loads(Path(run, "config.json").read_text())["config"]["save_every"] == 9
 
 
 class BrokenStream(io.StringIO):

@@ -10,6 +10,7 @@ from made_runs import observer_with, read_records
 from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import checkpoints
+from arbcli.commands.train import CHANGEABLE
 from arbcli.config.training import train_config_from
 from arbcli.generation.load import load_model, read_saved, saved_config
 from arbcli.interop.exporting import export
@@ -60,6 +61,61 @@ def test_extended_run_takes_its_own_older_checkpoints(text, tmp_path):
     with mock.patch("arbcli.training.resume.seconds_until", return_value=50.0) as asked:
         assert resume_run(run / "step-000001.safetensors", Observer()).steps == 4
     assert asked.mock_calls == [mock.call(run, 1)]  # the run's, whatever was named
+
+
+def test_settings_that_change_no_weight_may_be_changed(text, tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    options = SMALL | {"data": [text], "steps": 8, "warmup": 0}
+    start_run(new_config(**options), whole, Observer())
+    stopped = options | {"sample_every": 4, "keep": 9, "save_every": 2}
+    start_run(new_config(**stopped), run, Observer())
+    changes = {
+        "save_every": 3, "eval_every": 2, "log_every": 3, "sample_every": 5, "keep": 2,
+        "keep_best": True, "patience": 5, "recompute": True,
+    }  # fmt: skip
+    assert changes.keys() == {*CHANGEABLE} - {"steps"}
+    back = run / "step-000004.safetensors"
+    assert not check_run(back).removes
+    removed = check_run(back, **changes).removes
+    assert removed == ("step-000002.safetensors", "step-000000.safetensors")
+    assert resume_run(back, Observer(), **changes).steps == 8
+    assert train_config_from(read_facts(run)) == new_config(**options | changes)
+    assert [path.name for path in checkpoints(run)] == [
+        "step-000008.safetensors",
+        "step-000006.safetensors",
+    ]
+    records = read_records(run)
+    assert [(r["step"], r["val_loss"] is not None) for r in records] == [
+        (1, False), (2, False), (3, False), (4, True), (5, False), (6, True), (8, True)
+    ]  # fmt: skip
+    assert (run / "best-000008.safetensors").exists()
+    a, b = (load_checkpoint(folder / "step-000008.safetensors") for folder in (run, whole))
+    assert all(torch.equal(a.tensors[name], tensor) for name, tensor in b.tensors.items())
+    with pytest.raises(ArbError, match="`save_every` is 0"):
+        resume_run(run, Observer(), save_every=0)
+    with pytest.raises(ArbError, match="has done 8 steps"):
+        resume_run(run, Observer(), steps=7, keep=1)
+    assert read_facts(run)["config"]["keep"] == 2
+
+
+def test_sample_of_a_record_stays_when_samples_are_drawn_less_often(text, tmp_path):
+    run = tmp_path / "run"
+    options = SMALL | {"data": [text], "steps": 3, "warmup": 0, "log_every": 3}
+    start_run(new_config(**options, sample_every=2, save_every=1, keep=9), run, Observer())
+    before = read_records(run)
+    resume_run(run / "step-000002.safetensors", Observer(), sample_every=3)
+    assert read_records(run)[0] == before[0]
+    assert before[0]["sample"]
+
+
+def test_patience_that_begins_late_names_no_checkpoint(text, tmp_path):
+    run, notes = tmp_path / "run", []
+    config = new_config(**SMALL, data=[text], steps=9, eval_every=1, save_every=1, lr=64)
+    with mock.patch("arbcli.training.trainer.Trainer.evaluate", side_effect=range(1, 99)):
+        with mock.patch("arbcli.training.loop.Loop._is_over", side_effect=[False] * 3 + [True]):
+            start_run(config, run, Observer())
+        resume_run(run, observer_with(noted=notes.append), patience=5)
+    assert notes[-1].endswith("nats a byte, was the lowest")
 
 
 def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_path):
