@@ -28,7 +28,9 @@ from arbcli.data.template_sandbox import Budget, Marks, add_charges, build_sandb
 TEMPLATE = "chat_template.jinja"
 OLD_TEMPLATE = "chat_template.json"
 LARGEST = 2**18
-"""Maximum size of a template in bytes."""
+"""Maximum size of a template: of its file in bytes, or of a field of JSON in characters."""
+MOST_CODE = 2**18
+"""Maximum units of a template that runs once: see `add_charges`. Those of models have 65,000."""
 MOST_CHARACTERS = 2**24
 """Maximum length of a template's output."""
 HINT = f"put the model's own `{TEMPLATE}` next to its tokenizer"
@@ -60,11 +62,15 @@ class ChatTemplate:
         environment = build_sandbox(jinja, sandbox, self._budget, self._marks)
         meta = optional_module("jinja2.meta", name, "jinja2", "'arb[chat]'")
         try:
+            if len(source) > LARGEST:
+                raise OverflowError(f"it has more than {LARGEST:,} characters")
             parsed = environment.parse(source)
+            if add_charges(parsed, jinja.nodes) > MOST_CODE:  # compiling takes long
+                raise OverflowError("it has more code than a chat template needs")
+            parsed.set_environment(environment)
             self.variables = frozenset(meta.find_undeclared_variables(parsed))
             """Names of the variables that the template reads."""
-            add_charges(parsed, jinja.nodes)
-            self._template = environment.from_string(parsed.set_environment(environment))
+            self._template = environment.from_string(parsed)
         except Exception as error:  # the compiler of Python can raise any exception, too
             raise ArbError(f"`{name}` is not a chat template: {_reason(error)}", HINT) from None
 

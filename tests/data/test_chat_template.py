@@ -101,6 +101,17 @@ def test_hostile_template_is_refused_in_one_line(source, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [("{{ a" + "<a" * 9999 + " }}", "more code than"), ("a" * (2**18 + 1), "262,144 characters")],
+    ids=["code", "text"],
+)
+def test_template_that_would_take_long_to_compile_is_refused(source, problem, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+    with pytest.raises(ArbError, match=f"is not a chat template: it has .*{problem}"):
+        find_template(tmp_path / "tokenizer.json")
+
+
 def test_long_chat_has_the_budget_that_it_needs():
     messages = [{"role": "user", "content": "hi" * 99}] * 9999
     text = ChatTemplate(CHATML, "it", {"bos_token": ""}).render(messages)
