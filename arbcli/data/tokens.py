@@ -7,6 +7,7 @@ do not depend on the tokenizer.
 
 import json
 import re
+from base64 import b64decode
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
@@ -36,6 +37,8 @@ LARGEST_FILE = 2**27
 """Maximum size of a tokenizer in bytes."""
 MOST_GROWTH = 16
 """Maximum growth of a text by a tokenizer's replacements; Llama 2 has 12."""
+LONGEST_CHARACTER = 64
+"""Maximum size in bytes of a replacement that counts as normalisation of Unicode, which has 33."""
 ENDS = re.compile(rb"\n(?=\S)"), re.compile(rb"[A-Za-z](?= [A-Za-z])")
 """Where blocks end: after a line whose next one is not indented, or else after a word before a
 space and a word. Tokenizers begin a word at both places."""
@@ -178,7 +181,7 @@ class Tokenizer:
 
 def _check_growth(tokenizer: Any, name: str) -> None:
     """Refuse a tokenizer that replaces parts of a text by much longer ones."""
-    for part in tokenizer.normalizer, tokenizer.decoder:
+    for part in tokenizer.normalizer, tokenizer.post_processor, tokenizer.decoder:
         if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MOST_GROWTH:
             raise ArbError(
                 f"`{name}` may make a text {growth:,.0f} times as long, and the limit is"
@@ -188,10 +191,17 @@ def _check_growth(tokenizer: Any, name: str) -> None:
 
 
 def _growth(part: dict[str, Any]) -> float:
-    """Return how many times as long a normalizer or a decoder may make a text in bytes."""
+    """Return how many times as long a part of a tokenizer may make a text, in bytes or tokens."""
     match part:
-        case {"type": "Sequence", "normalizers": parts} | {"type": "Sequence", "decoders": parts}:
-            return prod(map(_growth, parts))
+        case {"type": "Sequence", **parts}:  # one list
+            return prod(map(_growth, *parts.values()))
+        case {"type": "TemplateProcessing", "single": pieces}:
+            return max(1.0, sum("Sequence" in piece for piece in pieces))
+        case {"type": "Precompiled", "precompiled_charsmap": table}:
+            content = b64decode(table)  # size of the index, index, replacements
+            size = int.from_bytes(content[:4], "little")
+            longest = max(map(len, content[4 + size :].split(b"\0")))
+            return longest if longest > LONGEST_CHARACTER else 1.0
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return max(1.0, len(new.encode()) / max(1, len(old.encode())))
         case {"type": "Replace", "content": new} | {"type": "Prepend", "prepend": new}:

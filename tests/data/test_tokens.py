@@ -2,6 +2,8 @@
 
 import json
 import math
+import struct
+from base64 import b64encode
 from types import SimpleNamespace
 
 import pytest
@@ -151,6 +153,46 @@ def test_tokenizer_whose_replacements_multiply_a_text_is_refused(
         Tokenizer(content, "it")
         return
     with pytest.raises(ArbError, match=f"`it` may make a text {growth:,} times as long"):
+        Tokenizer(content, "it")
+
+
+def replace_by(length: int) -> dict:
+    """Make a normalizer of SentencePiece, which replaces each `a` by a text of some length."""
+    index = [0] * 512  # a double array: an entry is a label, whether it is a key, and an offset
+    index[0], index[256 ^ ord("a")] = 256 << 10, 1 << 10 | 1 << 8 | ord("a")
+    table = struct.pack("<513I", 4 * len(index), *index) + b"x" * length + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": b64encode(table).decode()}
+
+
+@pytest.mark.parametrize(("length", "growth"), [(64, 1), (65, 65)])
+def test_table_of_sentencepiece_that_multiplies_a_text_is_refused(length, growth, byte_tokenizer):
+    made = json.loads(byte_tokenizer.read_text())
+    plain = len(Tokenizer(json.dumps(made).encode(), "it").encode(b"x" * length + b"b"))
+    made["normalizer"] = {"type": "Sequence", "normalizers": [replace_by(length)]}
+    content = json.dumps(made).encode()
+    if growth == 1:
+        assert len(Tokenizer(content, "it").encode(b"ab")) == plain
+        return
+    with pytest.raises(ArbError, match=f"`it` may make a text {growth} times as long"):
+        Tokenizer(content, "it")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("growth", [16, 17])
+def test_template_that_repeats_the_text_is_refused(growth, nested, byte_tokenizer):
+    made = json.loads(byte_tokenizer.read_text())
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    made["post_processor"] = {
+        "type": "TemplateProcessing", "single": [text] * growth, "special_tokens": {},
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 0}}],
+    }  # fmt: skip
+    if nested:
+        made["post_processor"] = {"type": "Sequence", "processors": [made["post_processor"]]}
+    content = json.dumps(made).encode()
+    if growth == 16:
+        assert len(Tokenizer(content, "it").encode(b"x")) == 16
+        return
+    with pytest.raises(ArbError, match=f"`it` may make a text {growth} times as long"):
         Tokenizer(content, "it")
 
 
