@@ -151,13 +151,16 @@ def open_texts_again(facts: dict[str, Any], config: TrainConfig) -> Texts:
     """Open the texts of a run at their absolute paths, or else relative to the current folder.
 
     Raises:
-        ArbError: they are at neither place.
+        ArbError: they are at neither place, or not suitable; the error is that of the first place.
     """
     split = facts["text"].get("split", "files")  # the default of earlier versions
-    if paths := facts["text"].get("paths"):  # missing in runs of earlier versions
+    paths = facts["text"].get("paths")  # missing in runs of earlier versions
+    try:
+        return open_run_texts(config, paths, split)
+    except ArbError as error:
         with suppress(ArbError):
-            return open_run_texts(config, paths, split)
-    return open_run_texts(config, split=split)
+            return open_run_texts(config, split=split)
+        raise error
 
 
 def open_run_texts(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from made_runs import observer_with
 
+from arbcli.base.errors import ArbError
 from arbcli.data.opening import open_texts
 from arbcli.data.text import num_evaluation_batches
 from arbcli.model.operations import step_operations
@@ -266,6 +267,18 @@ def test_texts_of_a_run_are_split_again_as_they_were(split, options, monkeypatch
         assert again.split == split
     del facts["text"]["paths"]  # as an earlier version had it
     assert open_texts_again(facts, config).split == split
+
+
+def test_text_that_cannot_be_read_again_is_named_with_its_reason(options, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_bytes(Path(options["data"][0]).read_bytes())
+    config = new_config(**options | {"data": ["a.txt"], "val": ()})
+    facts = run_facts(tmp_path, config, open_run_texts(config))
+    Path("a.txt").write_bytes(b"")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(ArbError, match=f"there is no text in `{tmp_path / 'a.txt'}`"):
+        open_texts_again(facts, config)
 
 
 def test_counters_go_on_through_a_resume(options):
