@@ -1,5 +1,6 @@
 """The `arb` program: registers the commands and turns errors into exit codes."""
 
+import errno
 import sys
 import traceback
 import warnings
@@ -108,15 +109,13 @@ def main() -> None:
         hint = error.hint and replace_fields(error.hint, error.fields)
         fail_once(replace_fields(str(error), error.fields), hint)
         sys.exit(2)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        fail_once(
-            f"cannot use `{error.filename}`: {error.strerror}", "check the path and permissions"
-        )
-        sys.exit(2)
-    except Exception:
-        note_text(traceback.format_exc())
+    except Exception as error:
+        path = getattr(error, "filename", None)
+        if isinstance(error, OSError) and (path is not None or error.errno == errno.ENOSPC):
+            name = "stdout" if path is None else f"`{path}`"  # of a help page
+            fail_once(f"cannot use {name}: {error.strerror}", "check the path and permissions")
+        else:
+            note_text(traceback.format_exc())
         sys.exit(2)
 
 

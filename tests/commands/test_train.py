@@ -80,6 +80,17 @@ def test_report_that_cannot_be_written_is_a_failure(error, monkeypatch, capsys):
     assert told == "" if error == errno.EPIPE else "cannot write to stdout: No space left" in told
 
 
+@pytest.mark.parametrize(("error", "told"), [(errno.ENOSPC, "error: cannot use stdout: No space"),
+                                             (errno.EIO, "Traceback (most recent")])  # fmt: skip
+def test_help_page_that_cannot_be_written_is_a_failure(error, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["arb", "--help"])
+    monkeypatch.setattr(sys, "stdout", BrokenStream(error, 0))
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith(told)
+
+
 def test_streams_that_are_closed_are_opened_before_a_file_gets_their_place():
     code = (
         "import os\n"
