@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from arbcli.base.errors import ArbError
+from arbcli.base.run_files import checkpoints
 from arbcli.cli import app
 from arbcli.model.checkpoint import load_checkpoint
 from arbcli.training.check import check_run
@@ -49,6 +50,16 @@ def run(whole, tmp_path) -> Path:
     facts = tmp_path / "run" / "config.json"
     facts.write_text(facts.read_text().replace(str(whole), str(tmp_path)))
     return tmp_path / "run"
+
+
+def test_checkpoint_that_a_training_run_removes_meanwhile_is_no_finding(run, monkeypatch):
+    listed = checkpoints(run)
+    listed[-1].unlink()
+    monkeypatch.setattr("arbcli.training.check.checkpoints", lambda _: listed)
+    report = check_run(run)
+    assert listed[0].name in states(report)
+    assert listed[-1].name not in states(report)
+    assert report.passed
 
 
 def contents(run: Path) -> dict[str, str]:
