@@ -1,6 +1,7 @@
 """Progress display of `arb train`."""
 
 import math
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -228,7 +229,7 @@ class RunDisplay(Observer):
             if report.run is None:
                 note(NOT_SAVED)
             if report.checkpoint:
-                note(f"continue with: arb train --resume {report.run}")
+                note(f"continue with: arb train --resume {shlex.quote(str(report.run))}")
             return
         if report.first_step:  # None if the run was already finished
             if not self.quiet:
