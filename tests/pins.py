@@ -15,7 +15,6 @@ from arbcli.config.model import ModelConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.inspect.memory import predict
 from arbcli.model.build import build_model
-from arbcli.model.language_model import LanguageModel
 from arbcli.model.operations import step_operations
 
 PATH = Path(__file__).parent / "model" / "old_configs.json"
@@ -57,9 +56,7 @@ def layout(config: ModelConfig) -> dict[str, int | str]:
 
 def first_weights(config: ModelConfig, seed: int) -> str:
     """Digest all tensors of a model as a run of a seed begins."""
-    model: LanguageModel = build_model(config, torch.float32)
-    model.initialise(seed)
-    digest = sha256()
+    model, digest = build_model(config, torch.float32, seed=seed), sha256()
     for name, part in model.state_dict().items():
         digest.update(name.encode())
         digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())

@@ -12,6 +12,7 @@ from arbcli.data.opening import open_texts
 from arbcli.families.hnet.stage import Stage
 from arbcli.generation.decoder import Decoder
 from arbcli.generation.sampling import Sampling
+from arbcli.model.build import build_model
 from arbcli.model.decoding import Phase
 from arbcli.model.language_model import LanguageModel
 from arbcli.training.configure import new_config
@@ -26,9 +27,7 @@ def model(name: str) -> LanguageModel:
     config = preset("tiny", **SIZES)
     if name == "chunks":
         config = wide(Cell("attention", "mlp", 1, "chunked").model())
-    lm = LanguageModel(config, torch.float32)
-    lm.initialise(0)
-    return lm
+    return build_model(config, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["plain", "chunks"])

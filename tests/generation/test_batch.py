@@ -17,6 +17,7 @@ from arbcli.generation.decoder import Decoder
 from arbcli.generation.generation import generate
 from arbcli.generation.prompts import read_prompts
 from arbcli.generation.sampling import Sampling
+from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.parts.cached import CacheFormat
 
@@ -26,8 +27,7 @@ def lm(device, monkeypatch) -> LanguageModel:
     """A model whose steps have kernels for several texts, by torch where there is no GPU."""
     config = preset("tiny", dim=32, layers=2, heads=2, ffn=48, ctx=16)
     with torch.device(device):
-        lm = LanguageModel(config)
-    lm.initialise(0)
+        lm = build_model(config)
     if device.type == "cpu":
         monkeypatch.setattr("arbcli.model.decoding.fits_prepacked", lambda x, _: x.shape[1] == 1)
     return lm
@@ -79,9 +79,7 @@ def test_slot_takes_the_sampling_settings_of_its_new_text(lm):
 
 def model_of_cell(cell, dtype: torch.dtype, device: torch.device) -> LanguageModel:
     with torch.device(device):
-        lm = LanguageModel(wide(cell.model()), dtype)
-    lm.initialise(0)
-    return lm
+        return build_model(wide(cell.model()), dtype)
 
 
 @torch.no_grad()
@@ -130,8 +128,7 @@ def test_widths_that_no_kernel_reads_are_generated_without_it(kind, sizes, devic
         f"mixer.{name}": "none" if value is None else value for name, value in sizes.items()
     })  # fmt: skip
     with torch.device(device):
-        lm = LanguageModel(config, torch.float32)
-    lm.initialise(0)
+        lm = build_model(config, torch.float32)
     check_neighbours(lm, b"it was longer", b"a b", b"words of it")
 
 
@@ -161,8 +158,7 @@ def test_text_of_every_cell_is_the_same_among_any_others_on_a_gpu(cell, kv):
 def test_texts_of_a_graph_know_nothing_of_each_other(device):
     """Its memories, n-grams and router read each text by itself."""
     with torch.device(device):
-        lm = LanguageModel(graph_config(memgram=True), torch.float32)
-    lm.initialise(0)
+        lm = build_model(graph_config(memgram=True), torch.float32)
     first, second = b"it was", b"a b"
     check_neighbours(lm, first, second, b"words")
 
@@ -174,8 +170,7 @@ def test_tokens_are_made_among_others(device):
     """
     config = preset("tiny", dim=32, layers=1, heads=2, ffn=48, ctx=16)
     with torch.device(device):
-        lm = LanguageModel(replace(config, vocabulary=700), torch.float32)
-    lm.initialise(0)
+        lm = build_model(replace(config, vocabulary=700), torch.float32)
     lm.tokenizer = SimpleNamespace(
         beginning=(5, 7, 5),
         ends=(),

@@ -18,6 +18,7 @@ from arbcli.generation.generation import continue_text, generate, repetition_per
 from arbcli.generation.sampling import Sampling
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.build import build_model
 from arbcli.model.decoding import fused_logits, fuses
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import rotary
@@ -29,9 +30,7 @@ GREEDY = Sampling(temperature=0)
 def model(device, weights="ternary", dtype=torch.float32, ctx=16) -> LanguageModel:
     config = preset("tiny", dim=32, layers=2, heads=2, ffn=48, ctx=ctx, weights=weights)
     with torch.device(device):
-        lm = LanguageModel(config, dtype)
-    lm.initialise(0)
-    return lm
+        return build_model(config, dtype)
 
 
 def continued(lm, prompt: bytes, length: int, sampling: Sampling | None = None) -> bytes:
@@ -65,8 +64,7 @@ def test_period_of_a_text_is_the_smallest_that_repeats_to_its_end(device):
 def test_memory_of_a_text_is_freed_without_a_collector(cell, backend, device):
     """A captured step, which has memory of its own, would else stay until garbage is collected."""
     with torch.device(device):
-        lm = LanguageModel(wide(cell.model()), torch.float32)
-    lm.initialise(0)
+        lm = build_model(wide(cell.model()), torch.float32)
     gc.disable()
     try:
         with lm.prepared_weights():
@@ -110,8 +108,7 @@ def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it
     wide, *others = config.main.blocks
     narrow = replace(wide, mixer=replace(wide.mixer, window=window))
     config = replace(config, stages=(replace(config.main, blocks=(narrow, *others)),))
-    lm = LanguageModel(config, torch.float32).to(device)
-    lm.initialise(0)
+    lm = build_model(config, torch.float32).to(device)
     text = bytes(n * n % 251 for n in range(120))
     monkeypatch.setattr(rotary, "ROWS_AT_ONCE", 8)  # rows that are not asked for are zeros
     read, results = [], []
@@ -161,8 +158,7 @@ def test_text_ends_before_a_symbol_and_counts_so_many(device):
 @pytest.mark.skipif(not native.available(), reason="there is no C compiler")
 def test_fused_head_normalises_the_stream():
     """Greedy text would not tell: the likeliest byte stays whatever the size."""
-    lm = LanguageModel(preset("tiny", dim=64, layers=1, heads=2, ffn=64), torch.bfloat16)
-    lm.initialise(0)
+    lm = build_model(preset("tiny", dim=64, layers=1, heads=2, ffn=64), torch.bfloat16)
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     with lm.prepared_weights(), use_backend("native"):
         assert fuses(lm, x)

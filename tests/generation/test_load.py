@@ -109,7 +109,6 @@ def test_model_is_used_in_deterministic_mode_on_the_backend_without_gradients(
     use, is_deterministic, hint = USES[name]
     given = {k: v for k, v in small_hnet.items() if k not in ("preset", "batch")}
     model = build_model(preset("hnet-tiny", **given), torch.float32)
-    model.initialise(0)
     seen = set()
 
     def look(*_) -> None:
@@ -166,8 +165,7 @@ OUTER = {"outer_dim": (32,), "outer_layers": (1,), "outer_heads": (2,), "outer_f
 @torch.no_grad()
 def test_byte_takes_so_many_launches(name, options, most, small_graph):
     given = options or {k: small_graph[k] for k in small_graph.keys() - {"preset", "batch"}}
-    lm = LanguageModel(preset(name, **given), torch.bfloat16)
-    lm.initialise(0)
+    lm = build_model(preset(name, **given), torch.bfloat16)
     launched: list[object] = []
     with ExitStack() as stack:
         for context in (

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from states import assert_same
 
 from arbcli.config.presets import preset
 from arbcli.model.build import build_model
@@ -18,7 +17,6 @@ NAMES = {
 def test_loss_is_that_of_the_float_twin():
     shape = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 32}
     twin = build_model(preset("tiny", weights="float", sub_norms=False, **shape), torch.float32)
-    twin.initialise(0)
     state = twin.state_dict()
     state["head.weight.latent"].mul_(30)  # so that losses differ where anything does
     bare = Model(64, 2, 2, 96, 32)
@@ -38,9 +36,7 @@ TWIN = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 16}
 
 
 def twin(**given) -> LanguageModel:
-    model = LanguageModel(preset("tiny", **TWIN | given, weights="float"), torch.float32)
-    model.initialise(0)
-    return model
+    return build_model(preset("tiny", **TWIN | given, weights="float"), torch.float32)
 
 
 @pytest.mark.parametrize("sub_norms", [True, False])
@@ -57,14 +53,3 @@ def test_float_decoder_has_the_logits_of_the_twin(sub_norms, length, mode):
             pairs = zip(both, caches, strict=True)
             expected = [model(byte.view(1, 1), cache)[0, 0] for byte, cache in pairs]
         assert torch.allclose(decoder.compute_logits(), torch.stack(expected), atol=1e-4)
-
-
-@pytest.mark.parametrize("weights", ["float", "ste", "ternary"])
-def test_initial_weights_do_not_depend_on_the_default_device(weights):
-    models = [
-        build_model(preset("tiny", **TWIN, weights=weights), torch.float32, seed=seed)
-        for seed in (0, 1)
-    ]
-    with torch.device("meta"):  # as GPUs are while a model is built on one
-        models[1].initialise(0)
-    assert_same(*(model.state_dict() for model in models))

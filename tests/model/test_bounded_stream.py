@@ -9,6 +9,7 @@ from cells import Cell
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.stack import bounded
 
@@ -19,9 +20,7 @@ def model(streams: int, place: str = "plain", **stream) -> ModelConfig:
 
 
 def build(config: ModelConfig) -> LanguageModel:
-    lm = LanguageModel(config, torch.float32)
-    lm.initialise(0)
-    return lm
+    return build_model(config, torch.float32)
 
 
 @pytest.mark.parametrize("streams", [1, 4])

@@ -8,6 +8,7 @@ from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import attend as attend_module
 from arbcli.model.layers.linear import TernaryLinear
@@ -22,9 +23,7 @@ KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 
 def model(device, dtype=torch.float32, **options) -> LanguageModel:
     with torch.device(device):
-        lm = LanguageModel(preset("tiny", **SHAPE | options), dtype)
-    lm.initialise(0)
-    return lm
+        return build_model(preset("tiny", **SHAPE | options), dtype)
 
 
 def text(length: int, device, seed: int = 0) -> torch.Tensor:

@@ -8,6 +8,7 @@ from states import assert_same, state_of
 from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic
+from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer
@@ -82,8 +83,7 @@ def text_with_room(lm: LanguageModel) -> torch.Tensor:
 @each_cell(quick=FEW)
 @torch.no_grad()
 def test_cell_reads_a_text_in_pieces_as_it_does_at_once(cell):
-    lm = LanguageModel(cell.model(), torch.float32)
-    lm.initialise(0)
+    lm = build_model(cell.model(), torch.float32)
     length = lm.config.ctx
     with use_backend("torch"):
         ids = text_with_room(lm)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from made_runs import model_of
-from states import assert_same
+from states import assert_same, state_of
 
 from arbcli.config.presets import preset
 from arbcli.kernels.codec.packing import unpack_trits
@@ -23,12 +23,14 @@ def build(seed: int = 0, **options):
     return build_model(model_of(options), torch.float32, seed=seed)
 
 
-@pytest.mark.parametrize("weights", ["ternary", "float"])
+@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
 def test_built_model_has_the_weights_of_its_seed(weights):
+    """Whatever the default device is: that of a GPU while a model is built on one."""
     config = preset("tiny", dim=40, layers=1, heads=2, ffn=56, ctx=24, weights=weights)
     for options, seed in (({}, 0), ({"seed": 7}, 7)):
         expected = build_model(config, torch.float32, seed=None)
-        expected.initialise(seed)
+        with torch.device("meta"):
+            expected.initialise(seed)
         built = build_model(config, torch.float32, **options)
         assert_same(built.state_dict(), expected.state_dict())
 
@@ -84,17 +86,35 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", ["ternary", "float", "graph"])
 def test_two_seeds_differ_everywhere_and_no_two_tensors_are_alike(kind, small_graph):
     options = small_graph | {"memgram": True} if kind == "graph" else DENSE | {"weights": kind}
-    drawn = [
-        {name: values(part) for name, part in build(seed, **options).weights().items()
-         if not is_norm(name)}
+    drawn = {
+        (name, seed): values(part)
         for seed in (0, 1)
-    ]  # fmt: skip
-    for name in drawn[0]:
-        assert abs(correlation(drawn[0][name], drawn[1][name])) < 5, name
-    for one, other in itertools.combinations(drawn[0], 2):
-        a, b = drawn[0][one], drawn[0][other]
+        for name, part in build(seed, **options).weights().items()
+        if not is_norm(name)
+    }
+    for one, other in itertools.combinations(drawn, 2):
+        a, b = drawn[one], drawn[other]
         rows, columns = min(len(a), len(b)), min(a.shape[1], b.shape[1])
         assert abs(correlation(a[:rows, :columns], b[:rows, :columns])) < 5, (one, other)
-    for name, value in drawn[0].items():  # nor two halves of one
-        half = len(value) // 2
-        assert abs(correlation(value[:half], value[half : 2 * half])) < 5, name
+
+
+def tensor(rows: int, columns: int, std: float = 0.1, **options) -> TernaryTensor:
+    spec = preset("tiny", **options).layer_spec()
+    return TernaryTensor(rows, columns, spec, area="mlp", std=std)
+
+
+@pytest.mark.parametrize(("std", "octave"), [(0.1, -3), (0.075, -3), (0.07, -4), (1.0, 0)])
+def test_scales_of_whole_octaves_begin_at_the_nearest(std, octave):
+    state = tensor(16, 165, std, rule="votes")
+    state.initialise(0, 0)
+    assert state.exponent.unique().tolist() == [octave]
+
+
+def test_initialise_does_not_depend_on_the_block_size(monkeypatch):
+    first, second = tensor(70, 165), tensor(70, 165)
+    first.initialise(seed=5, index=2)
+    monkeypatch.setattr(
+        "arbcli.model.packed.row_chunks", lambda m, _: (slice(i, i + 1) for i in range(len(m)))
+    )
+    second.initialise(seed=5, index=2)
+    assert_same(state_of(first), state_of(second))

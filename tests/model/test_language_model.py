@@ -7,6 +7,7 @@ from graph_parts import graph_config
 from torch.nn import functional
 
 from arbcli.config.presets import preset
+from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.products import Product
 
@@ -40,8 +41,7 @@ def test_last_product_of_a_recomputed_block_is_omitted(monkeypatch):
     )  # fmt: skip
     ids = torch.randint(97, 123, (2, 9), generator=torch.Generator().manual_seed(0))
     for recompute in (False, True):
-        model = LanguageModel(config, torch.float32, recompute=recompute)
-        model.initialise(0)
+        model = build_model(config, torch.float32, recompute=recompute)
         products.clear()
         seen = gradients[recompute] = []
         for tensor in model.packed_tensors().values():

@@ -23,7 +23,6 @@ HNET = ({}, {"boundaries": "every"})
 def counted(config: ModelConfig, *, backward: bool = False) -> FlopCounterMode:
     """Let torch count; attention is products for it only if it is computed as such."""
     model = build_model(config, torch.float32)
-    model.initialise(0)
     ids = torch.zeros(1, config.ctx, dtype=torch.int64)
     with (
         FlopCounterMode(display=False) as counter,

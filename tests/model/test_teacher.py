@@ -40,9 +40,7 @@ def model_of(vocabulary: int, dim: int, dtype: torch.dtype, seed: int, **options
     block = BlockConfig(mixer=AttentionConfig(heads=2), channel=MLPConfig(width=16))
     stage = StageConfig(dim=dim, blocks=(block,) * 2)
     config = ModelConfig(ctx=CTX, stages=(stage,), vocabulary=vocabulary, digits="all", **options)
-    model = build_model(config, dtype)
-    model.initialise(seed)
-    return model
+    return build_model(config, dtype, seed=seed)
 
 
 def batch_of(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

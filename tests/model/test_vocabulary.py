@@ -23,9 +23,7 @@ def model_config(vocabulary: int, **options) -> ModelConfig:
 
 
 def build(vocabulary: int, dtype=torch.float32, recompute=False, **options):
-    model = build_model(model_config(vocabulary, **options), dtype, recompute=recompute)
-    model.initialise(0)
-    return model
+    return build_model(model_config(vocabulary, **options), dtype, recompute=recompute)
 
 
 def text(vocabulary: int) -> torch.Tensor:

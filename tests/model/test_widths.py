@@ -51,7 +51,6 @@ def config_of(mixer: dict | None = None, stage: dict | None = None, **fields) ->
 def test_every_norm_adds_norm_eps(eps):
     """Of a stream so small that it counts, before parts, of heads and before the head."""
     model = build_model(config_of(norm_eps=eps), torch.float32)
-    model.initialise(0)
     model.embedding.weight.exponent.sub_(4)
     ids = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
     weights = {name: reference_weight(tensor) for name, tensor in model.weights().items()}

@@ -6,6 +6,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import EAGER_STEPS
+from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.training.compiled_baseline import WHOLE_LAYERS
 from arbcli.training.configure import new_config
@@ -59,9 +60,7 @@ def test_muon_in_batches_steps_as_torchs_own():
 
 def twin(recompute: bool = False, **given) -> LanguageModel:
     config = preset("tiny", **SHAPE | given, weights="float")
-    model = LanguageModel(config, torch.float32, recompute=recompute)
-    model.initialise(0)
-    return model
+    return build_model(config, torch.float32, recompute=recompute)
 
 
 def windows() -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,6 @@ def stepped(weight_decay: float) -> dict[str, tuple[bool, torch.Tensor]]:
     """Step every tensor of a model by random gradients: whether it is a vector, and its z."""
     config = new_config(**SHAPE, streams=2, digits="all", compute="fp32")
     model = build_model(config.model, torch.float32)
-    model.initialise(0)
     tensors = {n: part for n, part in model.packed_tensors().items() if not part.frozen}
     updater = Updater(tensors.values(), 3, torch.float32, weight_decay=weight_decay)
     generator = torch.Generator().manual_seed(1)

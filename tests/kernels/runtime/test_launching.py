@@ -29,6 +29,7 @@ from arbcli.kernels.runtime.merged import (
     merge_launches,
 )
 from arbcli.kernels.runtime.overlap import overlap_options, overlapping
+from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.update.blend_moment import blend_moment_verification
@@ -203,9 +204,7 @@ def use_loops():
 
 def model(**options) -> LanguageModel:
     shape = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 8}
-    lm = LanguageModel(preset("tiny", **shape | options), torch.float32)
-    lm.initialise(0)
-    return lm
+    return build_model(preset("tiny", **shape | options), torch.float32)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -251,8 +250,7 @@ def test_recorded_step_gives_the_bytes_of_an_unrecorded_step(options):
 
 @pytest.mark.parametrize("name", ["arb-tiny", "hnet-tiny"])
 def test_a_model_that_needs_more_than_loops_is_not_recorded(name):
-    lm = LanguageModel(preset(name, ctx=16), torch.float32)
-    lm.initialise(0)
+    lm = build_model(preset(name, ctx=16), torch.float32)
     with lm.prepared_weights():
         decoder = Decoder(lm, 8)
         decoder.begin(b"a")

@@ -28,7 +28,6 @@ class Trained:
     def __init__(self, config: ModelConfig, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
         self.model = build_model(config, torch.float32).to(self.device)
-        self.model.initialise(0)
         self.updater = None
         if config.weights == "ternary":
             self.updater = Updater(self.model.weights().values(), 0, torch.float32)
@@ -130,23 +129,6 @@ def test_compiled_block_steps_though_its_input_has_no_gradient():
     assert not torch.equal(
         compiled.blocks[0].mlp.output.weight.trits, dense().blocks[0].mlp.output.weight.trits
     )
-
-
-def test_block_of_a_user_is_compiled_once_for_all():
-    plain, compiled = dense(), dense()
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    blocks = [torch.compile(block, backend=counter, fullgraph=True) for block in compiled.blocks]
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 8, 32, generator=generator).requires_grad_()
-    outputs = []
-    for run in (plain.blocks, blocks):
-        y = x
-        for block in run:
-            y = block(y).x
-        outputs.append(y.detach())
-    assert torch.equal(*outputs)
-    assert counter.frame_count == 1
 
 
 def test_module_is_found_by_its_tensor_and_so_is_its_copy():
