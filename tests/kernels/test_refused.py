@@ -5,8 +5,7 @@ A launch that reads beyond its inputs gives numbers all the same, so that no res
 
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import pytest
@@ -27,7 +26,7 @@ from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.rows.table_rows import TouchedRows
 from arbcli.kernels.rows.weighted_rows import weighted_rows_grad
 from arbcli.kernels.runtime._triton import replaced_launches
-from arbcli.kernels.runtime.arguments import REAL, Argument, Array, Matrix, Number, names_in
+from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.gradient_gains import gradient_gains
@@ -35,12 +34,6 @@ from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.check_kernels import copies
 from arbcli.verify.registry import BY_NAME, KERNELS
-
-OTHER_TYPE = {
-    torch.int64: torch.int32, torch.int32: torch.int64, torch.int16: torch.int64,
-    torch.int8: torch.int16, torch.uint8: torch.int8, torch.bool: torch.uint8,
-}  # fmt: skip
-"""By type; of real numbers it is float16."""
 
 ADAPTED = {
     "append_position_8bit": lambda *x: append_position_(*x[:-2], x[-2:]),
@@ -74,85 +67,19 @@ def public(name: str) -> Callable:
     raise LookupError(name)
 
 
-def bytes_of(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-
-
-def longer(x: Tensor, dim: int) -> Tensor:
-    """Append the first element of a dimension to it."""
-    indices = [*range(x.shape[dim]), 0]
-    return bytes_of(x).index_select(dim, torch.tensor(indices)).view(x.dtype)
-
-
-def alterations(x: Tensor | Packed) -> Iterator[tuple[str, Tensor | Packed]]:
-    """Make what an input is not, by the letters of `declared`."""
-    if isinstance(x, Packed):
-        yield "p", x._replace(exponent=x.exponent.short())
-        return
-    yield "t", x.to(OTHER_TYPE.get(x.dtype, torch.float16))
-    if x.dtype == torch.float32:
-        yield "b", x.bfloat16()
-    yield "+", x[None]
-    if x.dim():
-        yield "-", x[0]
-        yield "l", torch.stack([bytes_of(x)] * 2, dim=-1).view(x.dtype)[..., 0]
-    for dim in range(x.dim()):
-        yield str(dim), longer(x, dim)
-
-
-def declared(name: str, inputs: list) -> str:
-    """Say what each input must not be: a letter for each alteration, a dot where there is none.
+def alterations(x: Tensor) -> dict[str, Tensor]:
+    """Make what a tensor is not, by a letter.
 
     Of another type (t) or bfloat16 (b), of one dimension more (+) or fewer (-), not contiguous (l),
-    a packed matrix that is none (p), or one longer in the dimension of that number.
+    or one longer in the dimension of that number.
     """
-    spec = BY_NAME[name]
-    kinds = [*spec.arguments.values()]
-    given = [
-        kind for kind, x in zip(kinds, inputs, strict=False)
-        if x is not None and not isinstance(kind, Number)
-    ]  # fmt: skip
-    named = Counter(
-        name_of_size
-        for kind in given
-        for size in kind.dims
-        for name_of_size in names_in(size.strip("*"))
-    )
-    of_types = " ".join(spec.operation.where)
-    reals = sum(isinstance(kind, Array) and kind.dtypes == REAL for kind in given)
-    return " ".join(
-        letters_of(kind, x, named, reals, f"{key}.dtype" in of_types) or "."
-        for (key, kind), x in zip(spec.arguments.items(), inputs, strict=False)
-    )
-
-
-def letters_of(
-    kind: Argument, x: Tensor | Packed | None, named: Counter, reals: int, compared: bool
-) -> str:
-    if x is None or isinstance(kind, Number):
-        return ""
-    if isinstance(kind, Matrix):
-        return "p"
-    other = OTHER_TYPE.get(x.dtype, torch.float16)
-    dims, letters = kind.dims, "" if other in kind.dtypes else "t"
-    if x.dtype == torch.float32 and (torch.bfloat16 not in kind.dtypes or
-                                     (kind.dtypes == REAL and reals > 1) or compared):  # fmt: skip
-        letters += "b"
-    if kind.one:
-        return letters + "".join(map(str, range(x.dim())))
-    lead = dims[0][1:] if dims and dims[0].startswith("*") else None
-    if lead is None or named[lead] > 1:
-        letters += "+-" if x.dim() else "+"
-    elif x.dim() == len(dims) - 1:
-        letters += "-"
-    if kind.dense and x.dim() and x.numel() > 1:
-        letters += "l"
-    single = dims[1:] if lead else dims
+    others = {"t": x.half() if x.dtype != torch.float16 else x.float(), "b": x.bfloat16()}
+    others["+"] = x[None]
+    if x.dim():
+        others |= {"-": x[0], "l": torch.stack([x] * 2, dim=-1)[..., 0]}
     for dim in range(x.dim()):
-        place = dim - (x.dim() - len(single))
-        size = single[place] if place >= 0 else lead
-        letters += str(dim) if not size.isidentifier() or named[size] > 1 else ""
-    return letters
+        others[str(dim)] = x.index_select(dim, torch.tensor([*range(x.shape[dim]), 0]))
+    return others
 
 
 SEEDS = {
@@ -187,15 +114,62 @@ def assert_refused(name: str, inputs: list) -> None:
         run(name, inputs)
 
 
+def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(sizes, dtype=dtype)
+
+
+def matrix(rows: int, columns: int) -> Packed:
+    return CaseGenerator(0, torch.device("cpu"), torch.float32).packed(rows, columns, 32)
+
+
+BOOL, HALF, INT8, INT64 = torch.bool, torch.bfloat16, torch.int8, torch.int64
+
+
+def test_argument_that_its_declaration_does_not_allow_is_refused():
+    arguments = declared(
+        "x: real[*B, D] rows; y: real[*B, D]; gate: real[*B, H]; gain: any_real[D]? dense;"
+        "w: packed[N, D]; planes: int8|uint8[2, N] parts; bounds: int64[N + 1];"
+        "at: int32[*B] one; how: a|b"
+    )
+    check = compiled_check("it", arguments, ("len(x) < 4",))
+    x, gain, at = torch.ones(2, 3, 8), torch.ones(8), zeros(2, 3, dtype=torch.int32)
+    planes, bounds = zeros(2, 5, dtype=INT8), zeros(6, dtype=INT64)
+    given = {"x": x, "y": x, "gate": x[..., :4], "gain": gain, "w": matrix(5, 8), "planes": planes,
+             "bounds": bounds, "at": at, "how": "b"}  # fmt: skip
+    for fitting in (
+        {}, {"gain": None}, {"gain": gain.bfloat16()}, {"y": x.mT.contiguous().mT},
+        dict.fromkeys(("x", "y", "gate"), x.bfloat16()), {"planes": planes.to(torch.uint8)},
+        {"x": x[0], "y": x[0], "gate": x[0], "at": at[0]}, {"at": at.flatten()},
+    ):  # fmt: skip
+        check(**given | fitting)
+    for name, letters in (
+        ("x", "tl2"), ("y", "tb+-012"), ("gate", "tb+-01"), ("gain", "t+-l0"),
+        ("planes", "tb+-l01"), ("bounds", "tb+-0"), ("at", "tb-l01"),
+    ):  # fmt: skip
+        for letter in letters:
+            with pytest.raises(ValueError, match=r"^it: [a-z]+: need"):
+                check(**given | {name: alterations(given[name])[letter]})
+    for name, other in (("w", matrix(4, 8)), ("w", matrix(5, 9)), ("how", "c"), ("gain", x[0])):
+        with pytest.raises(ValueError, match=r"^it: [a-z]+: need"):
+            check(**given | {name: other})
+    more = dict.fromkeys(("x", "y", "gate"), zeros(4, 3, 8))
+    with pytest.raises(ValueError, match=r"need len\(x\) < 4, got x = a tensor of shape"):
+        check(**given | more | {"at": zeros(4, 3).int()})
+
+
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_input_that_does_not_fit_the_others_is_refused(name):
+def test_input_of_another_type_is_refused(name):
+    """By the declarations of all operations, which say more."""
     inputs = drawn(name)
     run(name, copies(inputs))  # which fit
-    for place, letters in enumerate(declared(name, inputs).split()):
-        wanted = letters.strip(".")
-        others = dict(alterations(inputs[place])) if wanted else {}
-        for letter in wanted:
-            assert_refused(name, [*inputs[:place], others[letter], *inputs[place + 1 :]])
+    for place, x in enumerate(inputs):
+        if isinstance(x, Packed):
+            other = x._replace(exponent=x.exponent.short())
+        elif isinstance(x, Tensor):
+            other = torch.zeros_like(x, dtype=torch.complex64)
+        else:
+            continue
+        assert_refused(name, [*inputs[:place], other, *inputs[place + 1 :]])
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - {"gram", "gram_polynomial", "decode_digits"}))
@@ -212,15 +186,6 @@ def test_operation_launches_a_kernel_on_a_gpu_and_none_by_torch(name):
     assert launched
 
 
-def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(sizes, dtype=dtype)
-
-
-def matrix(rows: int, columns: int) -> Packed:
-    return CaseGenerator(0, torch.device("cpu"), torch.float32).packed(rows, columns, 32)
-
-
-BOOL, HALF, INT8, INT64 = torch.bool, torch.bfloat16, torch.int8, torch.int64
 VALUES = {
     "causal_attention_backward": (dict.fromkeys(range(5), zeros(1, 2, 3, 12)) | {5: zeros(1, 2,
         3)}, dict.fromkeys(range(5), zeros(1, 2, 3, 8)) | {5: zeros(1, 2, 3)}),
@@ -297,7 +262,7 @@ def test_codes_are_read_with_exponents_that_fit_them():
     *inputs, exponents = quantise_inputs(tuple(plain), INT8)
     decode_compressed(*inputs, *exponents)
     for place in range(2):
-        for wrong in dict(alterations(exponents[place])).values():
+        for wrong in alterations(exponents[place]).values():
             others = [wrong if i == place else right for i, right in enumerate(exponents)]
             with pytest.raises(ValueError, match=r"(recent|entry)_exponents: need contiguous"):
                 decode_compressed(*inputs, *others)
@@ -313,7 +278,7 @@ def test_parts_of_attention_that_do_not_belong_together_are_not_multiplied():
     weight = prepack(packed)
     row_matmul(parts, weight)
     for name, letters in (("values", "t+-l01"), ("totals", "tb+-l0"), ("position", "t+")):
-        others = dict(alterations(getattr(parts, name)))
+        others = alterations(getattr(parts, name))
         for letter in letters:
             with pytest.raises(ValueError, match=SAID):
                 row_matmul(parts._replace(**{name: others[letter]}), weight)
