@@ -15,4 +15,4 @@ def test_killed_runs_end_with_the_files_and_records_of_a_whole_run(
     if name == "tokens":
         pytest.importorskip("tokenizers", reason="needs the package tokenizers")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # else it complains of the fork
-    assert kill_runs(tmp_path / name, name, kills=10, seed=0) == 10
+    assert kill_runs(tmp_path / name, name, kills=25, seed=0) == 25

@@ -36,7 +36,6 @@ def _describe_types_once() -> None:
     block, tensor = language.core.block_type, language.core.tensor
     describe, make = block.__init__, tensor.__init__
     described: dict[tuple, dict] = {}
-    of_elements: dict[tuple, object] = {}
 
     @wraps(describe)
     def describe_once(self, element_ty: language.dtype, shape: Sequence) -> None:
@@ -47,12 +46,6 @@ def _describe_types_once() -> None:
             self._sizes = sizes
             described[key] = self.__dict__  # it holds the type of the elements, so its id stays
         self.__dict__ = described[key]
-
-    def with_element_type(self, kind: language.dtype) -> object:
-        key = id(self.__dict__), id(kind)
-        if key not in of_elements:
-            of_elements[key] = block(kind, self.shape)  # both are held, this one's in `described`
-        return of_elements[key]
 
     @wraps(make)
     def make_alike(self, handle: object, type: language.dtype) -> None:
@@ -65,8 +58,7 @@ def _describe_types_once() -> None:
             self.handle = handle
             self.shape, self.numel, self.type, self.dtype = attributes
 
-    block.__init__, block.with_element_ty = describe_once, with_element_type
-    tensor.__init__ = make_alike
+    block.__init__, tensor.__init__ = describe_once, make_alike
 
 
 def _leave_alike_shapes_alone() -> None:

@@ -33,16 +33,6 @@ ALONE, SHARED = "--batch 2", "--batch 1 --accum 4 --reduce-dtype int12"
 """Micro-batches of a run in one process, and of one that 1, 2 or 4 processes share."""
 PROCESSES = (1, 2, 4)
 DENSE = {"dim": 16, "layers": 2, "heads": 2, "ffn": 24, "ctx": 8}
-HNET = {
-    "dim": 16, "layers": 1, "heads": 2, "ffn": 24, "ctx": 12, "outer_dim": (16,),
-    "outer_layers": (1,), "outer_heads": (2,), "outer_ffn": (24,), "chunk_length": (3,),
-    "window": 6,
-}  # fmt: skip
-COMPRESSED = {
-    "dim": 16, "layers": 2, "heads": 2, "ffn": 24, "ctx": 12, "head_width": 8, "rotary": 4,
-    "window": 4, "ratios": (2, 4), "indexed_ratio": 2, "top_k": 2, "index_heads": 2,
-    "index_width": 8,
-}  # fmt: skip
 TOKENS = "--preset tiny --dim 16 --layers 1 --heads 1 --ffn 16 --ctx 8 --tokenizer TOKENIZER"
 
 
@@ -51,31 +41,16 @@ def dense(**options: str) -> ModelConfig:
 
 
 RUNS: dict[str, tuple[ModelConfig | None, str]] = {
-    "moment": (dense(), SHARED),
-    "moment-all": (dense(digits="all", direction="factored"), SHARED),
-    "moment-fade": (dense(digits="fade"), SHARED), "nibble": (dense(rule="nibble"), SHARED),
-    "nibble-all": (dense(rule="nibble", digits="all"), SHARED),
-    "nibble-fade": (
-        dense(rule="nibble", digits="fade"), f"{ALONE} --compute fp8-backward --recompute"
-    ),
-    "carry": (dense(rule="carry", direction="sign"), SHARED),
-    "carry-fp8": (dense(rule="carry"), f"{ALONE} --compute fp8 --recompute"),
-    "votes": (dense(rule="votes"), ALONE), "arb-tiny": (graph_config(), SHARED),
-    "arb-3b": (graph_config(rule="nibble", direction="factored"), ALONE),
-    "hnet": (preset("hnet-tiny", **HNET), SHARED),
-    "hnet-every": (preset("hnet-every", **HNET), ALONE),
-    "hnet-fade": (preset("hnet-tiny", **HNET, digits="fade"), ALONE),
-    "arb-long": (preset("arb-long", **COMPRESSED), SHARED),
-    "arb-deep": (preset("arb-deep", **COMPRESSED, streams=2, experts=4, moe_gate="softplus",
-        hash_layers=1, shared_expert=True, moe_clamp=True), SHARED),
-    "latent-chunked": (Cell("latent", "none", 1, "chunked").model(), ALONE),
-    "mamba-experts": (Cell("mamba", "experts", 4, "plain").model(), ALONE),
-    "grouped-experts": (Cell("grouped", "experts", 1, "chunked").model(), ALONE),
+    "moment": (dense(digits="all", direction="factored"), SHARED),
+    "nibble": (dense(rule="nibble", digits="fade"), SHARED),
+    "votes": (dense(rule="votes"), f"{ALONE} --recompute"),
+    "graph": (graph_config(), SHARED),
+    "chunks": (Cell("mamba", "experts", 4, "chunked").model(), SHARED),
+    "compressed": (Cell("compressed", "mlp", 1, "plain").model(), SHARED),
     "tokens": (None, f"{SHARED} {TOKENS}"),
-    "mixture": (dense(), f"{ALONE} --data MIXED:2 --field text"),
-    "samples": (dense(), f"{ALONE} --sample-every 4 --keep 1"),
-}  # fmt: skip
-"""A model, unless options choose it, and options: the families of presets, rules, digits."""
+    "mixture": (dense(), f"{ALONE} --data MIXED:2 --field text --sample-every 4 --keep 1"),
+}
+"""A model, unless options choose it, and options; `test_cells.py` resumes models of all parts."""
 KILLS_OF_A_RUN = 5
 SIGNALS = (signal.SIGKILL,) * 4 + (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 OUTPUTS = ("kept", "pipe", "full", "closed")

@@ -55,22 +55,15 @@ PARTS = {
 }
 
 
-def check_parts(name: str, backend: str, device, monkeypatch, **storage) -> None:
+@pytest.mark.parametrize("name", [*PARTS, "by kernels"])
+def test_cached_logits_equal_those_of_one_forward(name, device, monkeypatch):
+    by_kernels = name == "by kernels"
+    storage = {"digits": "all", "mlp_rule": "nibble", "layers": 1} if by_kernels else {}
     lm, ids = model(device, **storage), text(21, device)
     expected = forward_in_windows(lm, ids, monkeypatch)
-    with use_backend(backend):
-        got = logits_in_parts(lm, ids, PARTS[name])
+    with use_backend(KERNELS if by_kernels else "torch"):
+        got = logits_in_parts(lm, ids, PARTS.get(name, PARTS["ragged chunks and bytes"]))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_cached_logits_equal_those_of_one_forward(name, device, monkeypatch):
-    check_parts(name, "torch", device, monkeypatch)
-
-
-def test_kernels_give_the_logits_of_one_forward(device, monkeypatch):
-    storage = {"digits": "all", "mlp_rule": "nibble", "layers": 1}
-    check_parts("ragged chunks and bytes", KERNELS, device, monkeypatch, **storage)
 
 
 @compiled

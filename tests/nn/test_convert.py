@@ -92,40 +92,25 @@ def folder(transformers, tmp_path):
     return tmp_path / "folder", model
 
 
-def test_import_reads_the_same_integers(folder, tmp_path):
+def test_fused_projections_learn_as_an_imported_model(folder, tmp_path):
+    """From the same integers, 10 steps of `arb train`.
+
+    The random numbers are the same, too: those of a tensor are by its place.
+    """
     path, model = folder
-    imported = import_to(tmp_path / "run", path, "nibble")
-    arbcli.to_integers(model, rule="nibble")
-    number = 0
-    for source in sources(imported):
-        for part in source.parts:
-            weight = model.get_submodule(f"{part.hugging_face}_packed")
-            for name in ("trits", "exponent", "fraction", "remainder"):
-                wanted = getattr(source.tensor, name)[part.rows]
-                assert torch.equal(getattr(weight, name), wanted.view_as(getattr(weight, name)))
-                number += 1
-    assert number == 4 * (3 + 11)
-
-
-def import_to(run, path, rule: str = "moment"):
-    import_folder(path, run, rule=rule, direction=DIRECTION[rule])
-    saved = read_saved(run, print).checkpoint
+    import_folder(path, tmp_path / "run", rule="moment", direction=DIRECTION["moment"])
+    saved = read_saved(tmp_path / "run", print).checkpoint
     imported = build_model(saved_config(saved), torch.float32)
     imported.load_state_dict(dict(saved.tensors))
-    return imported
-
-
-def test_fused_projections_learn_as_an_imported_model(folder, tmp_path):
-    """10 steps of `arb train`, with the same random numbers: those of a tensor are by its place."""
-    path, model = folder
-    imported = import_to(tmp_path / "run", path)
     optimizer = arbcli.to_integers(model, lr=0.06, fuse=arbcli.nn.PROJECTIONS)
     own = [part.hugging_face for source in sources(imported) for part in source.parts[:1]]
     theirs = [source.tensor for source in sources(imported)]
     optimizer._weights = [model.get_submodule(f"{name}_packed") for name in own]
     updater = Updater(theirs, 0, torch.float32)
-    for tensor in theirs:
+    for tensor, weight in zip(theirs, optimizer._weights, strict=True):
         tensor.sink = updater
+        for name, part in tensor.named_buffers():
+            assert torch.equal(getattr(weight, name).view_as(part), part), name
     # enough different contexts: the direction amplifies rounding where gradients have a low rank
     ids = torch.randint(96, (8, 33), generator=torch.Generator().manual_seed(3))
     inputs, targets = ids[:, :-1], ids[:, 1:].contiguous()

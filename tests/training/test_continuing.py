@@ -249,24 +249,14 @@ def test_run_stops_when_its_loss_has_not_fallen_and_keeps_the_best(
         assert notes[1:] == [f"reading step 4; `{best}` had the lowest held-out loss"]
 
 
-def test_resumed_run_counts_the_evaluations_before(text, tmp_path, monkeypatch):
+def test_resumed_run_counts_the_evaluations_before_and_takes_no_more_steps(
+    text, tmp_path, monkeypatch
+):
     options = {"eval_every": 1, "save_every": 1, "keep": 9, "patience": 2}
     config = new_config(**SMALL, data=[text], steps=6, **options)
     to_come, run = iter(LOSSES), tmp_path / "run"
     monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(to_come))
     start_run(config, run, Observer())
-    for back in (3, 4):  # in the middle, and once the run has stopped
-        to_come = iter(LOSSES[back:])
-        report = resume_run(run / f"step-{back:06d}.safetensors", Observer())
-        assert report.steps == 4
-        assert [record["val_loss"] for record in read_records(run)] == LOSSES[:4]
-
-
-def test_run_that_patience_has_ended_takes_no_more_steps(text, tmp_path, monkeypatch):
-    options = {"eval_every": 1, "save_every": 1, "keep": 9, "patience": 2}
-    to_come, run = iter(LOSSES), tmp_path / "run"
-    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(to_come))
-    start_run(new_config(**SMALL, data=[text], steps=6, **options), run, Observer())
     settings = (run / "config.json").read_bytes()
     with pytest.raises(ArbError, match="has not fallen in 2 evaluations"):
         resume_run(run, Observer(), steps=9)
@@ -275,6 +265,11 @@ def test_run_that_patience_has_ended_takes_no_more_steps(text, tmp_path, monkeyp
     assert "has not fallen in 2 evaluations" in str(check_run(run, 9).stops)
     back = check_run(run / "step-000003.safetensors", 9)
     assert (back.has_ended, back.resumes_at) == (False, 3)
+    for back in (3, 4):  # in the middle, and once the run has stopped
+        to_come = iter(LOSSES[back:])
+        report = resume_run(run / f"step-{back:06d}.safetensors", Observer())
+        assert report.steps == 4
+        assert [record["val_loss"] for record in read_records(run)] == LOSSES[:4]
 
 
 def test_run_of_a_gpu_continues_on_the_requested_device(text, tmp_path, monkeypatch):

@@ -97,26 +97,25 @@ def test_each_dropout_changes_training_by_itself_and_not_evaluation(name, texts)
         AttentionConfig(heads=2, kv_heads=1, window=4, query_key_norm="none"),
         AttentionConfig(heads=2, sink=True),
         LatentAttentionConfig(heads=2, latent=16, rotary=8),
+        None,
     ],
-    ids=["window", "sink", "latent"],
+    ids=["window", "sink", "latent", "none"],
 )
-def test_attention_of_every_kind_is_dropped(mixer, texts):
-    config = new_config(**SHAPE | ABOUT | {"dropout": 0.0, "attention_dropout": 0.5})
+def test_attention_of_every_kind_is_dropped_and_none_is_refused(mixer, texts):
+    config = new_config(**SHAPE | ABOUT | {"dropout": 0.0})
     (stage,) = config.model.stages
-    stage = replace(stage, blocks=tuple(replace(block, mixer=mixer) for block in stage.blocks))
-    config = replace(config, model=replace(config.model, stages=(stage,)))
-    plain, dropping = replace(config, attention_dropout=0.0), config
-    losses = [float(Trainer(each, texts).train_step()) for each in (plain, dropping)]
+    block = replace(stage.blocks[0], mixer=mixer)
+    model = replace(config.model, stages=(replace(stage, blocks=(block, block)),))
+    plain = replace(config, model=model)
+    if mixer is None:
+        with pytest.raises(ArbError, match="no attention weights that could be dropped"):
+            replace(plain, attention_dropout=0.1)
+        return
+    losses = [
+        float(Trainer(replace(plain, attention_dropout=rate), texts).train_step())
+        for rate in (0.0, 0.5)
+    ]
     assert losses[0] != losses[1]
-
-
-def test_dropout_of_attention_needs_a_model_with_attention():
-    config = new_config(**SHAPE | ABOUT)
-    (stage,) = config.model.stages
-    stage = replace(stage, blocks=tuple(replace(block, mixer=None) for block in stage.blocks))
-    without = replace(config, model=replace(config.model, stages=(stage,)))
-    with pytest.raises(ArbError, match="no attention weights that could be dropped"):
-        replace(without, attention_dropout=0.1)
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,12 @@ def test_scales_of_an_area_move_by_the_losses_that_are_named(text, small_graph):
     assert "moe_graph.inward.weight.fraction" in differ
 
 
+AREAS = ("moe_graph", "codebook", "mlp", "sequencer")
+"""Of stacks, matrices and tables."""
+
+
 def test_scales_that_all_losses_move_take_the_steps_of_before(text, small_graph):
-    routes = [f"{area}=ponder+text+ponder" for area in ("moe_graph", "codebook", "mlp")]
+    routes = [f"{area}=ponder+text+ponder" for area in AREAS]
     plain = after_steps(text, small_graph)
     routed = after_steps(text, small_graph, scale_losses=routes)
     assert_same(plain, routed)
