@@ -98,16 +98,6 @@ def prepacked(lm) -> int:
     return sum(part._prepacked is not None for part in layers)
 
 
-@pytest.mark.parametrize("weights", ["float", "ste"])
-def test_twins_take_the_same_cache(weights, device, monkeypatch):
-    lm, ids = model(device, weights=weights), text(21, device)
-    same = model(device, weights=weights, ctx=21)  # a baseline turns `ctx` positions at most
-    expected = forward_in_windows(same, ids, monkeypatch)
-    with lm.prepared_weights():
-        got = logits_in_parts(lm, ids, PARTS["ragged chunks and bytes"])
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_too_many_bytes_at_once_are_refused(device):
     lm = model(device)
     with pytest.raises(ValueError, match="no room for 9 bytes at 0"):

@@ -252,6 +252,22 @@ def test_gain_of_a_blend_has_ten_bits(factor):
     assert gain / 2**shift == pytest.approx(factor, rel=1 / 1000)
 
 
+@pytest.mark.parametrize("rule", ["moment", "nibble"])
+def test_boost_is_the_square_of_what_a_moment_lacks(rule, device):
+    """Within 1 and 4, for 16 gradients of which nothing but their share would remain."""
+    tensor, updater = build(rule, "sign", device)
+    for step in range(6):
+        for micro in range(16):
+            updater.begin(step, 0.0, micro, 16)
+            if micro == 0:
+                digits = tensor.rule.digits(state_of(tensor))["moment"][0].double()
+                ratio = tensor.rule.expected_square / max(1e-9, digits.square().mean().item())
+                wanted = min(max(ratio**2, 1), 4)
+                assert updater._boosts.item() / 256 == pytest.approx(wanted, abs=0.03)
+            updater(tensor, gradient(device, 16 * step + micro))
+    assert 1.1 < wanted < 3.9
+
+
 def test_moment_decays_before_a_late_gradient_and_weights_step_after_it():
     """The late one has no share of the step."""
     tensor, updater = build("moment", "sign", "cpu")

@@ -122,11 +122,12 @@ def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_
     run, notes = tmp_path / "run", []
     start_run(new_config(**SMALL, data=[text], steps=2, save_every=1, keep=9), run, Observer())
     shutil.copytree(run, tmp_path / "whole")
-    back = "step-000001.safetensors"
+    back, records = "step-000001.safetensors", (run / "metrics.jsonl").read_bytes()
     with mock.patch("arbcli.training.resume.run_loop"):  # as if ended before it saved anything
         resume_run(run / back, observer_with(noted=notes.append), steps=4)
     late = run / "step-000002.safetensors"
     assert f"`{late}.aside`" in notes[-1]
+    assert (run / "metrics.jsonl.aside").read_bytes() == records
     assert check_run(run).resumes_at == 1
     shutil.copy(f"{late}.aside", late)
     with pytest.raises(ArbError, match="its `steps` is 2, not 4"):

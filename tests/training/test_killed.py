@@ -289,15 +289,6 @@ def test_run_whose_template_or_first_weights_have_changed_is_refused(config, tmp
     assert check_run(later).stops
 
 
-def test_run_that_goes_back_to_more_steps_sets_its_records_aside(config, tmp_path):
-    run = tmp_path / "run"
-    start_run(config(keep=9), run, Observer())
-    old = (run / METRICS).read_bytes()
-    resume_run(run / "step-000004.safetensors", Observer(), steps=STEPS + 1)
-    assert (run / f"{METRICS}.aside").read_bytes() == old
-    assert [record["step"] for record in read_records(run)][-1] == STEPS + 1
-
-
 def test_checkpoints_and_temporary_files_that_a_killed_run_left_are_removed(config, tmp_path):
     run = tmp_path / "run"
     start_run(config(keep=9, keep_best=True), run, Observer())

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.update.hadamard import block_of, mixed, mixed_back
+from arbcli.kernels.update.hadamard import block_of, mixed_back
 from arbcli.kernels.update.quantise_gradient import NONE, fitting_exponents, quantise_gradient
 from arbcli.kernels.update.sum_gradients import sum_gradients
-from arbcli.verify.kernels.update.hadamard import hadamard_matrix, signs_reference
 
 
 def quantised(grad, exponent, key, limit=127, sums=None, fitting=None):
@@ -81,20 +80,12 @@ def test_few_large_columns_cost_the_others_less_when_mixed():
     assert errors[1] < errors[0] / 10
 
 
-def test_product_of_stages_is_that_by_the_matrix():
-    x = torch.randint(-9, 9, (5, 96), generator=torch.Generator().manual_seed(6))
-    for block in (2, 32):
-        signs = torch.tensor(signs_reference(96))
-        matrix = torch.tensor(hadamard_matrix(block))
-        product = ((x * signs).view(5, -1, block) @ matrix).view(5, 96)
-        assert torch.equal(mixed(x.float(), block).long(), product)
-        assert torch.equal(mixed_back(product.int(), block).long(), block * x)
-    row = torch.arange(64, dtype=torch.int32)[None]
-    mixed_back(row, 64)
-    assert torch.equal(row[0], torch.arange(64, dtype=torch.int32))  # it is left as it is
-    assert abs(sum(signs_reference(1024))) < 100
-
-
 @pytest.mark.parametrize(("columns", "block"), [(1, 1), (3, 1), (6, 2), (96, 32), (384, 64)])
 def test_blocks_divide_the_columns(columns, block):
     assert block_of(columns) == block
+
+
+def test_integers_that_are_mixed_back_are_left_as_they_are():
+    row = torch.arange(64, dtype=torch.int32)[None]
+    mixed_back(row, 64)
+    assert row[0].tolist() == [*range(64)]
