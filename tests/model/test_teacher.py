@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_runs import train
 from references import decoded, dense_gradients
 from states import assert_same, state_of
 
@@ -103,11 +104,8 @@ def test_divergence_of_documents_counts_learnt_positions(vocabulary):
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory) -> Path:
     """Train a teacher, next to its text."""
-    folder = tmp_path_factory.mktemp("teacher")
-    text, run = str(folder / "text.txt"), folder / "teacher"
-    Path(text).write_bytes(b"ternary weights learn to read. " * 100)
-    start_run(new_config(**RUN | {"digits": "all"}, data=[text]), run, Observer())
-    return run
+    folder, text = tmp_path_factory.mktemp("teacher"), b"ternary weights learn to read. " * 100
+    return train(folder, text, **RUN | {"digits": "all"})
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_runs import train
 
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import checkpoint_path
@@ -21,7 +22,6 @@ from arbcli.model.rules import FADED, FADING, STAGES, find_rule, stage_rule
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.resume import resume_run
-from arbcli.training.run import start_run
 from arbcli.training.schedule import fade_share, fade_stage, learning_rate
 from arbcli.training.trainer import Trainer
 from arbcli.verify.kernels.codec.decode_digits import digits_reference, scales_reference
@@ -83,11 +83,8 @@ def test_every_stage_steps_by_the_constants_of_all_digits(rule, stage):
 @pytest.fixture(scope="module")
 def faded(tmp_path_factory) -> Path:
     """Train a run to its end, and keep a checkpoint of the middle."""
-    folder = tmp_path_factory.mktemp("faded")
-    (folder / "text.txt").write_bytes(b"ternary weights learn to read. " * 100)
-    options = SMALL | MIXED | {"data": [str(folder / "text.txt")]}
-    start_run(new_config(**options, save_every=12, keep=3), folder / "run", Observer())
-    return folder / "run"
+    text, options = b"ternary weights learn to read. " * 100, SMALL | MIXED
+    return train(tmp_path_factory.mktemp("faded"), text, **options, save_every=12, keep=3)
 
 
 def test_run_resumed_while_it_fades_ends_with_the_same_bits(faded, tmp_path):

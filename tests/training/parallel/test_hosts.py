@@ -14,11 +14,9 @@ import pytest
 import torch
 from apparatus.hosts import LONGEST, Machines, can_make_machines, machines
 from apparatus.killing import start
+from made_runs import train
 
 from arbcli.training import sample
-from arbcli.training.configure import new_config
-from arbcli.training.observer import Observer
-from arbcli.training.run import start_run
 from arbcli.training.trainer import Trainer
 
 SHAPE = {"dim": 16, "layers": 1, "heads": 2, "ffn": 24, "ctx": 8, "batch": 1, "accum": 4}
@@ -60,11 +58,8 @@ def digest(path: Path) -> str:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """Train in this process, from which others are forked; return the SHA-256 of the checkpoint."""
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "text.txt").write_bytes(TEXT)
-    config = new_config(**SHAPE, **PLAN, data=(str(folder / "text.txt"),), reduce_dtype="int16")
-    start_run(config, folder / "run", Observer())
-    return digest(folder / LAST)
+    run = train(tmp_path_factory.mktemp("alone"), TEXT, **SHAPE, **PLAN, reduce_dtype="int16")
+    return digest(run.parent / LAST)
 
 
 def wait_for_a_record(pair: Machines) -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from made_runs import observer_with
+from made_runs import observer_with, train
 from processes import environment, run_processes
 
 from arbcli.base.errors import ArbError
@@ -81,11 +81,7 @@ ABOUT = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    text = folder / "text.txt"
-    text.write_bytes(b"ternary weights learn to read. " * 100)
-    start_run(new_config(**ABOUT, data=(str(text),)), folder / "run", Observer())
-    return folder / "run"
+    return train(tmp_path_factory.mktemp("runs"), b"ternary weights learn to read. " * 100, **ABOUT)
 
 
 @pytest.fixture
