@@ -10,6 +10,7 @@ from graph_parts import graph_config
 
 from arbcli.base.errors import ArbError
 from arbcli.config.fields import change_fields
+from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.generation import batch as batches
 from arbcli.generation.batch import Request, generate_batch
@@ -117,18 +118,25 @@ def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
     check_neighbours(lm, first, second, b"words of it")
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [
-    ("attention", {"head_width": 6}),
-    ("compressed", {"heads": 1, "head_width": 12, "top_k": None}),
-    ("compressed", {"heads": 4, "kv_heads": 2, "head_width": 10}),
-], ids=str)  # fmt: skip
-def test_widths_that_no_kernel_reads_are_generated_without_it(kind, sizes, device):
-    """Of all heads, or of the keys and values alone, which an indexer reads."""
-    config = change_fields(Cell(kind, "mlp", 1, "plain").model(), {
-        f"mixer.{name}": "none" if value is None else value for name, value in sizes.items()
-    })  # fmt: skip
+def resized(kind: str, **sizes: object) -> ModelConfig:
+    fields = {f"mixer.{name}": value for name, value in sizes.items()}
+    return change_fields(Cell(kind, "mlp", 1, "plain").model(), fields)
+
+
+OTHERS = {
+    "narrow": resized("attention", head_width=6),
+    "without an indexer": resized("compressed", heads=1, head_width=12, top_k="none"),
+    "groups": resized("compressed", heads=4, kv_heads=2, head_width=10),
+    "graph": graph_config(memgram=True),
+}
+"""Models of heads, or of keys and values alone, of widths that no kernel reads; and one whose
+memories, n-grams and router read each text by itself."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_text_that_no_kernel_reads_is_the_same_among_any_others(name, device):
     with torch.device(device):
-        lm = build_model(config, torch.float32)
+        lm = build_model(OTHERS[name], torch.float32)
     check_neighbours(lm, b"it was longer", b"a b", b"words of it")
 
 
@@ -153,14 +161,6 @@ def test_text_of_every_cell_is_the_same_among_any_others_on_a_gpu(cell, kv):
     alone = [b"".join(generate(lm, asked.prompt, 6, asked.sampling, kv=kv)) for asked in sharp]
     # roundings of bf16 decide a few
     assert sum(a[:1] == b[:1] for a, b in zip(texts_of(sharp, 12), alone, strict=True)) >= 8
-
-
-def test_texts_of_a_graph_know_nothing_of_each_other(device):
-    """Its memories, n-grams and router read each text by itself."""
-    with torch.device(device):
-        lm = build_model(graph_config(memgram=True), torch.float32)
-    first, second = b"it was", b"a b"
-    check_neighbours(lm, first, second, b"words")
 
 
 def test_tokens_are_made_among_others(device):

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from arbcli.kernels.attention.attend_parts import PASSES, AttentionParts, attend_parts, sharing
+from arbcli.kernels.attention.attend_parts import PASSES, attend_parts, sharing
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.overlap import overlapping
 
@@ -44,10 +44,3 @@ def test_steps_that_overlap_give_the_same_bits():
                 position += 1
                 outputs.append(parts.combine())
     assert all(map(torch.equal, outputs[:60], outputs[60:]))
-
-
-def test_average_weighs_parts_by_their_totals():
-    values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 2.0, -1.0, 8.0], [torch.nan] * 4])
-    totals = torch.tensor([[1.0, 3.0], [3.0, 1.0], [torch.nan] * 2])
-    parts = AttentionParts(values.bfloat16(), totals, torch.tensor(14), 10)
-    assert torch.equal(parts.combine(), torch.tensor([4.0, 2.0, 2.0, 5.0]).bfloat16())

@@ -65,14 +65,6 @@ def test_mixing_is_undone(columns):
         assert (restored - grad).abs().max() < 8 * grad.abs().max() / limit
 
 
-def test_few_large_columns_cost_the_others_less_when_mixed():
-    """Noise is a share of the largest of a row: sixty times the others here."""
-    grad = torch.randn(16, 256, generator=torch.Generator().manual_seed(4))
-    grad[:, 7] *= 60
-    errors = [(sent_and_back(grad, 127, block) - grad).square().mean() for block in (1, 64)]
-    assert errors[1] < errors[0] / 10
-
-
 @pytest.mark.parametrize(("columns", "block"), [(1, 1), (3, 1), (6, 2), (96, 32), (384, 64)])
 def test_blocks_divide_the_columns(columns, block):
     assert block_of(columns) == block

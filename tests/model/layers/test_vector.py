@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.model.layers.vector import TernaryTaps, TernaryVector
+from arbcli.model.layers.vector import TernaryVector
 
 VALUES = (-6.9, -0.01, 1e-3, 1.0, 2.77, 40.0)
 KINDS = [
@@ -30,12 +30,3 @@ def test_first_values_are_near_the_given_values(options):
 def test_first_values_of_votes_are_powers_of_two():
     values = vector(rule="votes", direction=None)()
     assert ((values / torch.tensor(VALUES)).log2().abs() <= 0.51).all()
-
-
-def test_taps_have_a_gradient_of_their_shape():
-    part, handed = TernaryTaps(7, 4, preset("tiny").layer_spec(), area="mamba"), []
-    part.weight.initialise(0, 0)
-    part.weight.sink = lambda _, grad: handed.append(grad)
-    (part() * torch.arange(28.0).view(7, 4)).sum().backward()
-    assert torch.equal(handed[0], torch.arange(28.0).view(7, 4))
-    assert float(part().detach().std()) == pytest.approx(0.5, rel=0.4)
