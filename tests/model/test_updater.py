@@ -17,6 +17,7 @@ from arbcli.kernels.runtime import merged as merged_launches
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update.newton_schulz import gram
 from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.kernels.update.sign_gradient import sign_gradient
 from arbcli.model import step_parameters
 from arbcli.model import updater as update
 from arbcli.model.layers import symbols
@@ -255,7 +256,8 @@ def test_gain_of_a_blend_has_ten_bits(factor):
 @pytest.mark.parametrize("rule", ["moment", "nibble"])
 def test_boost_is_the_square_of_what_a_moment_lacks(rule, device):
     """Within 1 and 4, for 16 gradients of which nothing but their share would remain."""
-    tensor, updater = build(rule, "sign", device)
+    (untrained, _), (tensor, _) = (build(rule, "sign", device, (rows, 123)) for rows in (4, 33))
+    updater = updater_of(untrained, tensor)
     for step in range(6):
         for micro in range(16):
             updater.begin(step, 0.0, micro, 16)
@@ -263,7 +265,8 @@ def test_boost_is_the_square_of_what_a_moment_lacks(rule, device):
                 digits = tensor.rule.digits(state_of(tensor))["moment"][0].double()
                 ratio = tensor.rule.expected_square / max(1e-9, digits.square().mean().item())
                 wanted = min(max(ratio**2, 1), 4)
-                assert updater._boosts.item() / 256 == pytest.approx(wanted, abs=0.03)
+                boosts = [boost / 256 for boost in updater._boosts.tolist()]
+                assert boosts == pytest.approx([4, wanted], abs=0.03)
             updater(tensor, gradient(device, 16 * step + micro))
     assert 1.1 < wanted < 3.9
 
@@ -474,6 +477,18 @@ def test_scales_without_a_slope_stay():
     updater(stack, grads, range(EXPERTS))
     moved = (stack.fraction != before["fraction"]).any(dim=1).view(EXPERTS, HEIGHT)
     assert moved.any(dim=1).tolist() == [True, True, False]
+
+
+def test_slopes_of_signs_step_scales():
+    tensor, updater = build("votes", None, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    grad_y, x = (torch.randn(64, width, generator=generator) for width in (33, 123))
+    signs = sign_gradient(grad_y, x, tensor.packed)
+    updater.begin(0, lr=1.0)
+    with updater.finding_slopes(frozenset({tensor.area})):
+        updater(tensor, signs)
+    updater(tensor, signs)
+    assert tensor.scale_votes.any()
 
 
 SHAPES = ((5, 33), (4, 40), (5, 33))
