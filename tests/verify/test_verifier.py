@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from checked import checked
+from commands.pages import filled
 from typer.testing import CliRunner
 
 from arbcli import cli
@@ -17,18 +18,13 @@ from arbcli.verify.ledger import ledger_page, write_ledger
 from arbcli.verify.models import RAGGED
 from arbcli.verify.run import VerifyRequest, verify
 from arbcli.verify.subjects import Subject
-from arbcli.verify.timing import Roofline, TimingReport, TimingResult
+from arbcli.verify.timing import TimingReport
 from arbcli.verify.verification import EXACT
 
 CPU = torch.device("cpu")
 (RIGHT,) = checked(["pack_trits"], {"T32": 32}, CPU, ["torch"])
 SUBJECT = Subject("ragged", RAGGED, 1, torch.float32, CPU, "torch")
 PARITY = SUBJECT.result("output", "block 1", torch.ones(3), torch.ones(3), EXACT)
-TIMED = TimingResult(
-    "rms_norm", "11264x2048", us=20.0, library_us=30.0, ratio=1.5, moved_bytes=10**7,
-    flops=0, floor_us=10.0, bound="memory", share=0.5, turns=90,
-)  # fmt: skip
-TIMING = TimingReport(Roofline(4e12, 7e14, 3.0), (TIMED,), {"pack_trits": "it did not pass"})
 
 
 def pack_wrongly(trits):
@@ -115,7 +111,7 @@ def test_skipped_checks_are_listed_once(what, small):
 
 
 def test_written_ledger_is_strict_json_and_a_page(small, tmp_path):
-    report = replace(verify(WHOLE), timing=TIMING)
+    report = replace(verify(WHOLE), timing=filled(TimingReport))
     data, page = write_ledger(report, tmp_path / "new" / "folder")
     assert page.read_text() == ledger_page(report)
     read = json.loads(data.read_text(), parse_constant=pytest.fail)
