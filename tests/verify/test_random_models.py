@@ -12,25 +12,15 @@ from arbcli.config.model import BlockConfig, Blocks, ModelConfig, StageConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.families.ahead.config import AheadConfig
-from arbcli.families.experts.config import GATES, ExpertsConfig
-from arbcli.families.graph.config import (
-    BookConfig,
-    CodebookConfig,
-    IteratedConfig,
-    MemGramConfig,
-    MemoriesConfig,
-    QuantiserConfig,
-    SequencerConfig,
-)
+from arbcli.families.experts.config import GATES
+from arbcli.families.graph.config import MemoriesConfig
 from arbcli.families.hnet.config import BOUNDARIES, ChunkingConfig
 from arbcli.verify import parity
+from arbcli.verify.models import MODELS
 from arbcli.verify.subjects import Subject
 
-EXPERTS = ExpertsConfig(experts=4, width=8)
-BOOKS = [
-    CodebookConfig(halves=(4, 4), width=12, heads=2, key_width=8, top_k=2),
-    QuantiserConfig(codes=8, width=8),
-]
+BESIDE = MODELS["graph"].beside
+BOOKS = [MODELS[name].main.memories for name in ("graph", "graph nearest")]
 
 
 class Draw(random.Random):
@@ -68,12 +58,12 @@ class Draw(random.Random):
         return self.stage(20, streams=streams, before=before, after=after, chunking=chunking)
 
     def memories(self, blocks: int) -> MemoriesConfig | None:
-        books: list[BookConfig | None] = [self.some(self.choice(BOOKS)) for _ in range(2)]
-        iterated = IteratedConfig(
-            iterations=2, adapter_rank=4, experts=self.some(EXPERTS), expert_dim=8, gate_dim=8,
-            edges=self.some((16, 2)) if books[0] else None,
-        )  # fmt: skip
-        memories = {"codebook": books[0], "knowledge": books[1], "iterated": self.some(iterated)}
+        codebook, knowledge = self.choice(BOOKS).codebook, self.choice(BOOKS).knowledge
+        memories = {"codebook": self.some(codebook), "knowledge": self.some(knowledge)}
+        whole = BOOKS[0].iterated
+        edges = self.some(whole.edges) if memories["codebook"] else None
+        iterated = replace(whole, experts=self.some(whole.experts), edges=edges)
+        memories["iterated"] = self.some(iterated)
         if not any(memories.values()):
             return None
         return MemoriesConfig(place=self.randint(0, blocks), **memories)
@@ -85,11 +75,10 @@ class Draw(random.Random):
         if plain:
             others = {"memories": self.memories(len(blocks)), "router": self.random() < 0.4}
         outer = [self.outer(inside=index > 0) for index in range(depth)]
-        beside = self.some(SequencerConfig(rows=32, width=8)), self.some(MemGramConfig(rows=32))
         return ModelConfig(
             ctx=self.choice([12, 16]),
             stages=(*outer, self.stage(24, blocks=blocks, **others)),
-            beside=tuple(filter(None, beside)),
+            beside=tuple(filter(self.some, BESIDE)),
             head=self.some(MLPConfig(width=13)),
             ahead=self.some(AheadConfig(positions=3, width=14)),
             norm_gain=self.random() < 0.3,
