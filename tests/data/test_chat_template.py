@@ -1,6 +1,9 @@
 """Chat templates write messages, and do nothing else whatever they try."""
 
 import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,70 +18,21 @@ CHATML = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m['content'] | trim }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-HOSTILE = {
-    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "globals": "{{ cycler.__init__.__globals__.os.popen('touch HERE').read() }}",
-    "self": "{{ self.__init__.__globals__ }}",
-    "function": "{{ raise_exception.__globals__['__builtins__']['open']('HERE', 'w') }}",
-    "type": "{{ namespace.__init__.__globals__ }}", "file": "{% include '/etc/passwd' %}",
-    "import": "{% import 'os' as os %}", "change": "{{ messages.append(1) }}",
-    "long string": "{{ 'a' * 1000000000 }}", "long list": "{{ [messages] * 1000000000 }}",
-    "power": "{{ 7 ** 99999999 }}", "wide": "{{ '%9999999999d' % 3 }}",
-    "wide format": "{{ '{:9999999999}'.format(3) }}", "padded": "{{ 'a'.ljust(9999999999) }}",
-    "centred": "{{ 'a' | center(9999999999) }}",
-    "loop": "{% for i in range(10000000) %}{% endfor %}",
-    "loops": "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
-    "lists": "{% set l = 'abcdefghij' | list %}" + "{% for i in l %}" * 9 + "{% endfor %}" * 9,
-    "macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
-    "{{ f(60) }}",
-    **{
-        value: "{% set n = namespace(x='a', y=[1], z=9) %}{% for i in range(99) %}{% set n."
-        + f"{value} %}}{{% endfor %}}"
-        for value in (
-            "x = n.x ~ n.x", "x = n.x.replace('a', 'aa')", "y = n.y + n.y", "z = n.z * n.z",
-        )
-    },
-    "block": "{% set x %}a{% endset %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 99,
-    "with": "{% set x = 'a' %}" + "{% with x = x + x %}" * 99 + "{% endwith %}" * 99,
-    "slices": "{{ [1] | slice(10000000000) | list }}",
-    "digits": "{{ 1 | round(10000000000, 'ceil') }}",
-    "width": "{{ '{:1000000}'.format(1) }}", "attribute": "{{ '{0.__class__}'.format(1) }}",
-    "width of an argument": "{{ '{:{}}'.format(1, 1000000) }}",
-    "refusal": "{{ raise_exception('no system message') }}", "syntax": "{% if %}",
-    **{
-        value: "{% set x = ('a',) %}" + "{% set x = (x, x) %}" * 20 + f"{{{{ {value} }}}}"
-        for value in (
-            "x", "x | tojson", "x ~ ''", "x == (x, 1)", "x is eq (x, 1)", "(x, 1).index(x)",
-            "{x: 1} | length", "{}[x]", "{}.get(x)", "'{}'.format(x)", "[x] | map('string') | list",
-            "[x] | select('eq', (x, 1)) | list", "namespace(x=x)", "raise_exception(x)",
-        )
-    },
-    **{
-        value: "{% set x = 'abcdefgh' %}" + "{% set x = x ~ x %}" * 11 + value
-        for value in (
-            "{{ (x" + " ~ x" * 400 + ") | length }}", "{{ [" + "x[1:], " * 400 + "] | length }}",
-            "{% set x %}" + "{{ x }}" * 400 + "{% endset %}", "{{ x.join(x | list) | length }}",
-            "{{ x | list | join(x) | length }}", "{{ x.replace('a', x) | length }}",
-            "{{ x | replace('a', x) | length }}", "{{ x.translate({97: x}) | length }}",
-            "{{ x | replace(new=x, old='a') | length }}", "{{ ('{0}' ~ x)['format'](1) }}",
-            "{{ x.rfind('z' ~ x[:8000]) }}", "{{ x.strip(x ~ 'z') }}",
-            "{{ x | tojson(separators=(x, x)) }}", "{{ (x.split('a') | list, x, 1)[2] }}" * 99,
-            "{{ ('" + "{0}" * 400 + "').format(x) | length }}",
-            "{% for i in range(9) recursive %}{% if not loop.depth0 %}{{ loop(x) }}{% endif %}"
-            "{% endfor %}" * 9,
-            "{% for i in range(999) %}{% if 'z' in x %}{% endif %}{% endfor %}",
-            "{% macro f(a=x ~ 'b') %}{% endmacro %}{% for i in range(999) %}{{ f() }}{% endfor %}",
-        )
-    },
-    "body": "{% for i in range(9999) %}" + "{{ '' }}" * 99 + "{% endfor %}",
-    "varargs": "{% macro f(n) %}{% if n %}{{ f(n - 1, varargs, varargs) }}{% else %}{{ varargs }}"
-    "{% endif %}{% endmacro %}{{ f(20, 1) }}",
-    "views": "{% set x = {} %}" + "{% set x = {1: x.items(), 2: x.items()} %}" * 20 + "{{ x }}",
-    "indent": "{% set x = range(999) | list %}" + "{% set x = [x] %}" * 300
-    + "{{ x | tojson(indent=8) | length }}",
-    "bytes": "{{ (1).to_bytes(10000000000, 'big') }}", "remainder": "{{ '%9999999999d' is odd }}",
-    "no tag": "{% exec 'ls' %}", "nothing": "{{ nothing.there }}",
-}  # fmt: skip
+RECORDED = Path(__file__).with_name("hostile_templates.txt").read_text(encoding="utf-8")
+
+
+def hostile() -> Iterator[str]:
+    """Yield the lines of `hostile_templates.txt`, each after the end of the last `##`.
+
+    A part that is repeated so many times is `«so many|part»` there.
+    """
+    beginning = ""
+    for line in RECORDED.splitlines():
+        if line.startswith("##"):
+            beginning = line[3:]
+        else:
+            line = beginning + line
+            yield re.sub("«([0-9]+)[|](.*?)»", lambda part: int(part[1]) * part[2], line)
 
 
 def test_template_writes_messages_as_transformers_does():
@@ -89,7 +43,7 @@ def test_template_writes_messages_as_transformers_does():
     assert template.render(messages) == f"{wanted}ho<|im_end|>\n"
 
 
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=[name[:40] for name in HOSTILE])
+@pytest.mark.parametrize("source", hostile(), ids=lambda source: source[-40:])
 def test_hostile_template_is_refused_in_one_line(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(template_sandbox, "MOST_UNITS", 2**20)
