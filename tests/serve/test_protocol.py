@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -280,37 +279,32 @@ VALID = {
 }
 
 
-def malformed(draw: random.Random) -> tuple[str, Any]:
-    """Return a path and a body that is not valid."""
-    path, body = draw.choice([*VALID.items()])
-    kind = draw.randrange(4)
-    text = json.dumps(body).encode()
-    if kind == 0:
-        return path, draw.randbytes(draw.randint(1, 60))
-    if kind == 1:  # cut, or with a byte too many
-        place = draw.randrange(1, len(text))
-        return path, text[:place] + draw.choice([b"", b"\0", b"{", b"]"])
-    if kind == 2:
-        return path, body | {
-            draw.choice(["prompts", "Model", "tool", "x\n"]): draw.choice([1, "a", [3]])
-        }
-    wrong = {
-        "model": 3, "max_tokens": -1, "n": 0, "seed": 1.5, "stop": [""], "stream": "yes",
-        "stream_options": {"x": True}, "temperature": 3, "top_p": 0, "top_k": 0, "user": 1,
-        "presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 2,
-        "logit_bias": {"1": 2},
-    }  # fmt: skip
-    assert wrong.keys() == protocol.FIELDS.keys()
-    name = draw.choice([*wrong, *body])
-    if name in wrong:
-        return path, body | {name: wrong[name]}
-    return path, body | {name: draw.choice(ODD)}
+WRONG = {
+    "model": 3, "max_tokens": -1, "n": 0, "seed": 1.5, "stop": [""], "stream": "yes",
+    "stream_options": {"x": True}, "temperature": 3, "top_p": 0, "top_k": 0, "user": 1,
+    "presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 2,
+    "logit_bias": {"1": 2},
+}  # fmt: skip
+"""A wrong value of every field."""
+
+
+def malformed() -> Iterator[tuple[str, Any]]:
+    """Yield paths and bodies that are not valid."""
+    for path, body in VALID.items():
+        text = json.dumps(body).encode()
+        cut = [text[:place] for place in range(1, len(text))]
+        extended = [text + byte for byte in (b"\0", b"{", b"]")]
+        unknown = [body | {name: 1} for name in ("prompts", "Model", "tool", "x\n")]
+        wrong = [body | {name: value} for name, value in WRONG.items()]
+        odd = [body | {name: value} for name in body for value in ODD]
+        for other in (b"[3]", b"\xff", *cut, *extended, *unknown, *wrong, *odd):
+            yield path, other
 
 
 def test_malformed_requests_are_refused(client, engine):
-    draw, before = random.Random(1), engine.num_finished
-    for _ in range(300):
-        path, body = malformed(draw)
+    assert WRONG.keys() == protocol.FIELDS.keys()
+    before = engine.num_finished
+    for path, body in malformed():
         status, error = client.error(body, path)
         assert status in (400, 404), (path, body)
         assert error["type"] == "invalid_request_error"
