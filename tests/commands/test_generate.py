@@ -58,15 +58,6 @@ def generate(run, arb_here):
     return partial(arb_here, "generate", "--checkpoint", run, "--device", "cpu")
 
 
-def test_generate_writes_text_to_stdout_and_its_speed_to_stderr(generate):
-    done = generate("--prompt", "ternary ", "--length", "40")
-    assert done.returncode == 0, done.stderr
-    assert 0 < len(done.stdout.replace("\ufffd", "?")) <= 40
-    assert "40 bytes, " in done.stderr
-    assert f"bytes/s on cpu, backend {BACKEND}" in done.stderr
-    assert generate("--prompt", "ternary ", "--length", "40").stdout == done.stdout
-
-
 def test_prompt_is_echoed_on_a_terminal_or_if_asked(generate, monkeypatch):
     words = ("--prompt", "ternary ", "--length", "4")
     plain = generate(*words).stdout
@@ -101,7 +92,10 @@ def test_generate_writes_the_same_as_json_bytes_and_text(generate, monkeypatch):
         raw = written.getvalue()
     assert len(raw) == 60
     assert report["text"] == raw.decode(errors="replace")
-    assert generate(*args).stdout == report["text"]
+    done = generate(*args)
+    assert (done.returncode, done.stdout) == (0, report["text"])
+    assert "60 bytes, " in done.stderr
+    assert f"bytes/s on cpu, backend {BACKEND}" in done.stderr
     assert "\ufffd" in report["text"]
     assert (report["prompt"], report["seed"], report["length"]) == ("\n", 7, 60)
     assert report["checkpoint"].endswith("step-000020.safetensors")
@@ -209,19 +203,13 @@ def test_evaluate_takes_the_held_out_text_of_the_last_run(
         text.write_text(TEXT, encoding="utf-8")
 
 
-def test_evaluate_prints_a_table_or_one_object(run, tmp_path, arb_here):
+def test_evaluate_tells_how_far_it_is_unless_it_is_quiet(run, tmp_path, arb_here):
     path = tmp_path / "book.txt"
     path.write_text(TEXT[:1000], encoding="utf-8")
     args = ["evaluate", "--checkpoint", run, "--data", str(path), "--device", "cpu"]
-    done = arb_here(*args)
-    assert done.returncode == 0, done.stderr
-    assert "100 %" in done.stderr
-    quiet = arb_here(*args, "--json", "--stride", "16", "--quiet")
-    assert quiet.stderr == ""
-    report = json.loads(quiet.stdout)
-    assert report["bytes"] == path.stat().st_size
-    assert report["stride"] == 16
-    assert report["nats_per_byte"] < report["entropy"]
+    assert "100 %" in arb_here(*args).stderr
+    quiet = arb_here(*args, "--json", "--quiet")
+    assert (quiet.returncode, quiet.stderr) == (0, "")
 
 
 RECORDED = Path(__file__).with_name("late_errors.txt").read_text(encoding="utf-8")
