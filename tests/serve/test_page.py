@@ -55,25 +55,19 @@ async def completions(request):
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
+ANSWER = (("", [b"\xef\xbf\xbd"]), ("é", [b"\xef\xbf\xbd"]), ("ja", [b"j", b"a"]))
+"""Contents with the bytes of their tokens: an é of two tokens, neither of which is text."""
+
+
 async def chat(request):
-    """Answer with an é of two tokens, neither of which is text, and with `ja`."""
     asked = await request.json()
     assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
-
-    async def events():
-        for content, tokens in (
-            ("", [b"\xef\xbf\xbd"]),
-            ("é", [b"\xef\xbf\xbd"]),
-            ("ja", [b"j", b"a"]),
-        ):
-            entries = [
-                {"token": "", "logprob": -math.log(2), "bytes": [*token]} for token in tokens
-            ]
-            delta = {"delta": {"content": content}, "logprobs": {"content": entries}}
-            yield f"data: {json.dumps({'choices': [delta]})}\n\n"
-        yield "data: [DONE]\n\n"
-
-    return StreamingResponse(events(), media_type="text/event-stream")
+    parts = []
+    for content, tokens in ANSWER:
+        scores = [{"token": "", "logprob": -math.log(2), "bytes": [*token]} for token in tokens]
+        delta = {"delta": {"content": content}, "logprobs": {"content": scores}}
+        parts.append(f"data: {json.dumps({'choices': [delta]})}\n\n")
+    return Response("".join([*parts, "data: [DONE]\n\n"]), media_type="text/event-stream")
 
 
 @pytest.fixture

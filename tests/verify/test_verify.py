@@ -237,19 +237,16 @@ def chosen(monkeypatch, *cases) -> list[int]:
         constants = {"HEADS": False, "WIDE": False} | switches
         return Launch(function, (1,), arguments, constants, {"num_warps": warps})
 
-    wanted = []
-    for index, launched in enumerate(cases):
+    waiting = iter(cases)
 
-        @contextmanager
-        def recorded(record, launched=launched):
-            for given in launched:
-                record(launch(**given))
-            yield
+    @contextmanager
+    def recorded(record):
+        for given in next(waiting):
+            record(launch(**given))
+        yield
 
-        monkeypatch.setattr(verify, "recorded_launches", recorded)
-        if compiled.wants(lambda: None):
-            wanted.append(index)
-    return wanted
+    monkeypatch.setattr(verify, "recorded_launches", recorded)
+    return [index for index in range(len(cases)) if compiled.wants(lambda: None)]
 
 
 THEIRS = {"module": KERNELS[-1].triton.__module__}
