@@ -20,15 +20,7 @@ from arbcli.config.presets import preset
 RECORDED = Path(__file__).with_name("early_errors.txt").read_text(encoding="utf-8")
 MISTAKES = re.findall(r"^\$ (.*)\n(.*)\n(.*)$", RECORDED, re.MULTILINE)
 """Commands, and the error and the hint of each; `…` stands for the rest of a line."""
-MODEL = """
-[model]
-ctx = 16
-[model.block.near]
-channel = { kind = "mlp", width = 8 }
-[[model.stage]]
-dim = 32
-blocks = "near"
-"""
+MODEL = Path(__file__).parents[2] / "examples" / "arb-2b.toml"
 
 
 def header_of(config):
@@ -54,7 +46,7 @@ def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
         ("chats.jsonl", '\ufeff{"messages": []}\n{'),
         ("pairs.json", '[\n{"prompt": "a", "completion": "b"}]'),
         ("tokens.bin", "\1\0"),
-        ("text.txt", "ternary weights"), ("empty.txt", ""), ("model.toml", MODEL),
+        ("text.txt", "ternary weights"), ("empty.txt", ""), ("model.toml", MODEL.read_text()),
         ("preset.toml", 'preset = "tiny"\n[model]\nctx = 8'), ("steps.toml", "steps = 3"),
     ):  # fmt: skip
         (tmp_path / name).write_text(content)
