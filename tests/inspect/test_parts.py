@@ -1,5 +1,7 @@
 """The tree of a model names every part, and what its parts take adds up to what it takes."""
 
+from pathlib import Path
+
 import pytest
 from cells import QUICK
 
@@ -34,34 +36,24 @@ def test_parts_add_up_to_their_parents_and_to_the_model(name):
             assert sum(inside) in ((0,) if not inside else (getattr(part, field),))
 
 
-def test_equal_blocks_that_follow_one_another_are_one_part():
-    parts = {part.path: part for part in predict_parts(preset("arb-long", ratios=(4, 4, 8))).parts}
-    assert [path for path in parts if path.count(".") == 1] == [
-        "blocks.0-1", "blocks.2-11 by 3", "blocks.3-9 by 3", "blocks.4-10 by 3",
-    ]  # fmt: skip
-    pair, turns = parts["blocks.0-1.mlp"], parts["blocks.2-11 by 3.mlp"]
-    assert (pair.count, turns.count) == (2, 4)
-    assert (turns.weights, turns.bytes) == (2 * pair.weights, 2 * pair.bytes)
+TEXT = Path(__file__).with_name("parts.txt").read_text(encoding="utf-8")
+RECORDED = dict(part.split("\n", 1) for part in TEXT.rstrip().split("\n\n"))
+LISTED = {
+    "equal blocks in turns": preset("arb-long", ratios=(4, 4, 8)),
+    "stages": preset("hnet-two-stage", outer_dim=(192, 256), chunk_length=(3, 5)),
+    "all parts": MODELS["all parts"],
+}
 
 
-def test_each_stage_has_its_own_width_and_chunks():
-    sizes = {"outer_dim": (192, 256), "chunk_length": (3, 5)}
-    parts = predict_parts(preset("hnet-two-stage", **sizes)).parts
-    assert [part.shape for part in parts if part.kind == "stage"] == [
-        "dim 192, boundaries learned, length 3", "dim 256, boundaries learned, length 5", "dim 768",
-    ]  # fmt: skip
-
-
-def test_parts_of_a_graph_are_named_with_their_values():
-    parts = predict_parts(MODELS["all parts"]).parts
-    assert [part.path for part in parts if not part.depth] == [
-        "embedding", "sequencer", "memgram", "blocks", "codebook", "knowledge", "moe_graph",
-        "router", "byte_norm", "byte_mlp", "norm", "head",
-    ]  # fmt: skip
-    shapes = {part.path: part.shape for part in parts}
-    assert shapes["moe_graph"].startswith("iterations 4, adapter rank 16, experts (experts 8, ")
-    assert shapes["memgram"] == ""
-    assert "halves 64 x 64" in shapes["codebook"]
+@pytest.mark.parametrize("name", LISTED)
+def test_parts_are_those_of_the_record(name):
+    """Equal blocks that follow one another are one part, and a stage has its width and chunks."""
+    lines = [
+        f"{'  ' * part.depth}{part.path}: {part.kind}, {part.count} of {part.weights:,} weights in"
+        f" {part.bytes:,} bytes; {part.shape}".rstrip("; ")
+        for part in predict_parts(LISTED[name]).parts
+    ]
+    assert "\n".join(lines) == RECORDED[name]
 
 
 def test_weights_without_training_state_are_smaller():
