@@ -65,7 +65,7 @@ def test_audit_memory_fails_on_floats_on_hidden_state_and_on_a_tensor_kept_each_
     kept, finish = [], Updater.finish
 
     def plant(model):
-        model.register_buffer("x", torch.zeros(2))
+        model.register_buffer("x", torch.zeros(2, dtype=torch.complex64))
         model.head.gain = torch.nn.Parameter(torch.ones(3))
         kept.append(torch.zeros(999, dtype=torch.int8))
 

@@ -16,7 +16,6 @@ from arbcli.model.build import build_model
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import DIRECTION, RULES
-from arbcli.model.updater import Updater
 
 TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 RAGGED = {"dim": 44, "layers": 2, "heads": 2, "ffn": 167, "ctx": 16}
@@ -89,24 +88,6 @@ def test_frozen_norms_are_trits_and_scales_only():
 )  # fmt: skip
 def test_presets_have_their_size(name, millions):
     assert predict(preset(name)).trained_weights / 1e6 == pytest.approx(millions, rel=2e-3)
-
-
-def test_measure_names_floats_by_their_owners_and_finds_the_updater_of_a_sink():
-    model = model_of(preset("tiny", **TINY), "cpu")
-    assert measure(model).float_names == ()
-    model.register_buffer("table", torch.zeros(3))
-    model.register_buffer("turns", torch.zeros(2, dtype=torch.complex64))
-    model.head.master = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
-    model.norm.cache = [{"x": torch.zeros(7)}]
-    measured = measure(model)
-    assert {*measured.float_names} == {"table", "turns", "head.master", "norm.cache.0.x"}
-    assert (measured.float_buffers, measured.float_parameters) == (3 + 2, 5)
-    updater = Updater(model.weights().values(), 0, torch.float32)
-    updater.shadow = torch.zeros(9)
-    assert measured.float_attributes == measure(model).float_attributes == 7
-    assert measure(model, updater).float_attributes == 7 + 9
-    model.head.weight.sink = updater
-    assert measure(model).float_attributes == 7 + 9
 
 
 @dataclasses.dataclass(slots=True)

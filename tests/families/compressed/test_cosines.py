@@ -64,18 +64,6 @@ def check(width, length, kind, dtype, start, device) -> None:
     assert by_byte.min() >= DTYPES[dtype] - 1e-4  # no byte is hidden by the others
 
 
-@pytest.mark.parametrize(
-    ("width", "dtype", "kind", "length", "start"),
-    [
-        (128, torch.bfloat16, "all", 33, 0), (128, torch.float32, "chosen", 5, 1311),
-        (64, torch.float32, "all", 3, LONG - 3),
-    ],
-)  # fmt: skip
-def test_attention_is_close_to_float64(width, dtype, kind, length, start):
-    with use_backend("torch"):
-        check(width, length, kind, dtype, start, torch.device("cpu"))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1, 33, 1311, 4099, LONG])
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,21 +29,6 @@ def bounds_of(*ends, device):
 
 
 @each_backend
-def test_calls_with_ranges_of_experts_fill_one_result(backend, device):
-    x, w = integers(90, 24, device=device), integers(5, 40, 24, device=device)
-    bounds = bounds_of(0, 9, 41, 41, 70, 90, device=device)
-    out = torch.full((90, 40), torch.nan, device=device)
-    with use_backend(backend):
-        whole = grouped_matmul(x, w, bounds)
-        for first, last in ((3, 5), (0, 1), (1, 3)):
-            part = grouped_matmul(x, w[first:last], bounds[first : last + 1], out)
-            assert part is out
-        assert torch.equal(out, whole)
-        grads = [grouped_grad_w(out, x, bounds[a : b + 1]) for a, b in ((0, 2), (2, 5))]
-        assert torch.equal(torch.cat(grads), grouped_grad_w(out, x, bounds))
-
-
-@each_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bits_of_a_row_apart_depend_on_no_other(backend, dtype, device):
     """One row an expert has small tiles, and 130 have large ones, unless they are apart."""
