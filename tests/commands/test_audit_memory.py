@@ -86,8 +86,3 @@ def test_audit_memory_fails_on_floats_on_hidden_state_and_on_a_tensor_kept_each_
     counted = [measured[f"float_{kind}"] for kind in ("buffers", "parameters", "attributes")]
     assert counted == [2, 3, 4]
     assert sorted(measured["float_names"]) == ["head.gain", "scale", "x"]
-
-
-def test_memory_of_a_cpu_is_not_recorded(arb_error):
-    error = arb_error("audit-memory", *QUICK, "--snapshot", "memory.pickle")
-    assert "records the CUDA allocator, and this run is on the CPU\n" in error

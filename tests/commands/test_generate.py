@@ -224,7 +224,7 @@ def test_a_mistake_is_explained_in_two_lines(words, error, hint, run_of, tmp_pat
     files["bad"].write_text('"a"\n{"promt": "b"}\n')
     files["good"].write_text('{"prompt": "a", "length": 3}\n')
     files |= {kind: run_of(kind) for kind in KINDS if f"{{{kind}}}" in words}
-    said = arb_error(*words.format(**files).split(), "--device", "cpu")
+    said = arb_error(*words.format(**files).split())
     for name, path in files.items():
         said = said.replace(str(path), f"{{{name}}}")
     assert said == f"{error}\n{hint}\n"

@@ -72,20 +72,6 @@ def test_export_is_named_for_its_run_or_else_for_its_file(
         assert export(Path("."), kind).path == name.format(tmp_path.name)
 
 
-@pytest.mark.parametrize(
-    ("form", "kind", "way_out"),
-    [
-        ("safetensors", "bf16", "leave `--type` out"),
-        ("hf", "q4_0", "choose one of: `bf16`, `f32`"),
-        ("gguf", "q5_0", "choose one of: `f32`, `f16`, `bf16`, `q8_0`, `q4_0`, `q2_0`"),
-    ],
-)
-def test_type_that_a_form_has_not_is_refused_before_anything_is_read(form, kind, way_out):
-    with pytest.raises(ArbError, match=f"`--to {form}` has no type `{kind}`") as caught:
-        export(Path("nowhere"), form, kind=kind)
-    assert caught.value.hint == way_out
-
-
 @pytest.mark.parametrize("form", ["hf", "safetensors"])
 def test_run_whose_name_is_not_utf_8_is_exported(saved, tmp_path, form):
     run = tmp_path / os.fsdecode(b"run \xff")
