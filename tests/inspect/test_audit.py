@@ -197,7 +197,7 @@ def test_each_matrix_has_one_gradient_which_dies(trainer):
     sizes = {
         tensor.module: (tensor.stage, tensor.survives, tensor.count)
         for tensor in floats
-        if tensor.made_in == "model.layers.linear.gradient"
+        if tensor.made_in == "model.layers.products.gradient"
     }
     names = [f"blocks.{block}.{name}" for block in range(2) for name in MATRICES]
     assert sizes == dict.fromkeys([*names, "head"], ("backward", False, 3))
@@ -222,7 +222,7 @@ def test_rule_of_signs_forms_no_float_gradient(trainer):
     assert shaped == {"kernels.codec.packing.unpack_trits_torch"}
     functions = {tensor.made_in for tensor in floats}
     assert "kernels.update.sign_gradient._sign_gradient_torch" in functions
-    assert "model.layers.linear.gradient" not in functions
+    assert "model.layers.products.gradient" not in functions
 
 
 VOCABULARY, CHUNK = 5003, 2560
