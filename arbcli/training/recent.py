@@ -56,7 +56,9 @@ class RecentSteps:
         self._flips_before = 0
         losses = (_number(loss) for loss in saved.get("losses", ()))
         steps = map(Step, losses, saved.get("flips", ()))
-        self._read = deque(steps, maxlen=kept)
+        self._kept = kept
+        # more while records are due less often than before the resume
+        self._read = deque(steps, maxlen=kept + len(saved.get("losses", ())))
 
     def add(self, loss: Tensor, flips: Tensor | None) -> None:
         """Append a step.
@@ -81,9 +83,9 @@ class RecentSteps:
             self._unread.clear()
         return [*self._read][max(0, len(self._read) - number) :]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the field for a checkpoint."""
-        steps = self.last(self._read.maxlen or 0)
+    def as_json(self, number: int) -> dict[str, Any]:
+        """Return the field for a checkpoint, with at least `number` last steps."""
+        steps = self.last(max(self._kept, number))
         return {
             "losses": finite([step.loss for step in steps]),
             "flips": [step.flips for step in steps],

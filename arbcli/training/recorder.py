@@ -12,7 +12,7 @@ from arbcli.kernels.runtime.device import peak_bytes, peak_operations
 from arbcli.model.operations import step_operations
 from arbcli.training.recent import KEPT_STEPS, RecentSteps, as_numbers
 from arbcli.training.record import Record, RunRecords, finite
-from arbcli.training.schedule import last_due_record, learning_rate
+from arbcli.training.schedule import learning_rate
 from arbcli.training.trainer import Trainer
 
 
@@ -56,10 +56,9 @@ class Recorder:
         self._paused = 0.0
 
     def _find_recorded(self) -> int:
-        """Return the step of the last record, or of the last one that was due if it is missing."""
+        """Return the step of the last record; 0 if there is none."""
         recorded = max((record["step"] for record in self._records.read()), default=0)
-        due = last_due_record(self._trainer.config, self._trainer.step)
-        return self._trainer.group.broadcast_object(max(recorded, due))
+        return self._trainer.group.broadcast_object(recorded)
 
     def step_done(self, loss: Tensor) -> None:
         """Count a step, whose loss a GPU may still be computing."""
@@ -80,7 +79,8 @@ class Recorder:
     def recent_as_json(self) -> dict[str, Any]:
         """Return the state for a checkpoint: see `arbcli.training.recent`; collective."""
         parts, gauges = self._parts_and_gauges()
-        return self._recent.as_json() | {"parts": finite(parts), "gauges": finite(gauges)}
+        recent = self._recent.as_json(self._trainer.step - self.recorded_step)
+        return recent | {"parts": finite(parts), "gauges": finite(gauges)}
 
     def _parts_and_gauges(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the auxiliary losses of the last step, and the gauges of the model after it."""

@@ -72,17 +72,6 @@ def fade_stage(step: int, steps: int, fades: tuple[float, float]) -> str:
     return STAGES[math.ceil(fade_share(step, steps, fades) * (len(STAGES) - 1))]
 
 
-def _intervals(config: TrainConfig) -> list[int]:
-    """Return the intervals in steps at which a run writes records."""
-    others = filter(None, [config.eval_interval, config.sample_every])
-    return [config.log_every or LOG_EVERY, *others]
-
-
-def last_due_record(config: TrainConfig, step: int) -> int:
-    """Return the last step before `step` after which a record was due; 0 if there is none."""
-    return max((step - 1) // interval * interval for interval in _intervals(config))
-
-
 def is_evaluated(config: TrainConfig, step: int) -> bool:
     """Return whether a run evaluates held-out text after a step."""
     interval = config.eval_interval
@@ -91,7 +80,8 @@ def is_evaluated(config: TrainConfig, step: int) -> bool:
 
 def is_recorded(config: TrainConfig, step: int) -> bool:
     """Return whether an uninterrupted run writes a record after a step."""
-    due = any(step % interval == 0 for interval in _intervals(config))
+    others = filter(None, [config.eval_interval, config.sample_every])
+    due = any(step % interval == 0 for interval in [config.log_every or LOG_EVERY, *others])
     return step == config.steps or (step > 0 and due)
 
 

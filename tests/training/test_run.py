@@ -115,6 +115,20 @@ def test_long_interval_of_records_survives_a_stop(text, tmp_path, device):
     assert notes[0].startswith("the run is finished: all 13 steps are done; `--resume")
 
 
+def test_no_step_is_left_out_when_records_become_more_frequent(text, tmp_path, device):
+    run = tmp_path / "run"
+    options = {"batch": 1, "eval_every": 0, "steps": 20}
+    start_run(config(text, device, **options, log_every=15, save_every=12), run, Observer())
+    losses = []
+    each = observer_with(recorded=lambda record: losses.append(record.loss))
+    start_run(config(text, device, **options, log_every=1), None, each, save=False)
+    stop = observer_with(stepped=lambda _: signal.raise_signal(signal.SIGTERM))
+    assert resume_run(run / "step-000012.safetensors", stop, log_every=7).steps == 13
+    resume_run(run, Observer())
+    first, *_ = read_records(run)
+    assert (first["step"], first["loss"]) == (14, pytest.approx(sum(losses[:14]) / 14, rel=1e-12))
+
+
 def test_unsaved_run_is_the_same_run_and_leaves_nothing(text, tmp_path, device, monkeypatch):
     folder, notes, ends = tmp_path / "here", [], []
     folder.mkdir()

@@ -29,7 +29,7 @@ def trained(group, texts, given, steps):
         recent.add(trainer.train_step(), trainer.updater.flips)
         recent.last(1)
     trainer.check_agreement()
-    saved, figures = trainer.checkpoint("text"), recent.as_json()
+    saved, figures = trainer.checkpoint("text"), recent.as_json(0)
     losses = [*figures["losses"], trainer.evaluate(num_batches=4)]
     digests = {n: tensor_digest(n, part) for n, part in saved.tensors.items()}
     return digests, losses, (saved.counters, figures["flips"]), trainer.shared.bytes_a_weight()
