@@ -36,6 +36,7 @@ from arbcli.config.training import FIELDS, SETTINGS, spelled_out, train_config, 
 from arbcli.data import files
 from arbcli.data.conversion import check_records
 from arbcli.data.text import check_is_bytes
+from arbcli.families import MEDIA, medium_of
 from arbcli.families.graph.presets import ATTENTIONS as GRAPH_ATTENTIONS
 from arbcli.model.rules import FADING
 
@@ -291,12 +292,21 @@ def check_settings(settings: dict[str, Any]) -> None:
 
 def check_texts(settings: dict[str, Any]) -> None:
     """Check that the files of `data` and `val` exist, and that other settings suit them."""
+    entries = [*settings.get("data", ()), *settings.get("val", ())]
     check_entries(
-        [*settings.get("data", ()), *settings.get("val", ())],
+        entries,
         settings.get("field"),
         settings.get("data_format"),
         has_tokenizer=settings.get("tokenizer") is not None,
     )
+    paths = [Path(os.path.expanduser(files.weight_of(entry)[0])) for entry in entries]
+    if any(files.may_have_records(path) or not path.is_file() for path in paths):
+        return
+    for kind in MEDIA.keys() - {medium_of(path.name) for path in paths}:
+        if settings.get(kind):
+            raise ArbError(
+                f"`--{kind}` only applies to {kind}s, and no text is one", "leave it out"
+            )
 
 
 def check_entries(
