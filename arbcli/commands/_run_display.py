@@ -231,7 +231,7 @@ class RunDisplay(Observer):
             if report.checkpoint:
                 note(f"continue with: arb train --resume {shlex.quote(str(report.run))}")
             return
-        if report.first_step:  # None if the run was already finished
+        if report.seconds:  # 0 if the run was already finished
             if not self.quiet:
                 note_text(f"\nsample\n{report.sample or NO_SAMPLE}\n")
             if report.val_loss is None:
@@ -239,7 +239,7 @@ class RunDisplay(Observer):
             else:
                 bits = report.bits_per_byte
                 note(f"held-out loss  {report.val_loss:.4f} nats = {bits:.4f} bits a byte")
-        if report.first_step and not self.quiet:
+        if report.seconds and not self.quiet:
             note(f"               {report.entropy:.4f} nats is the text's order-0 entropy,")
             note(f"               {self._uniform()}")
             note(f"time           {clock(report.seconds)}")

@@ -109,6 +109,7 @@ class TrainReport:
     entropy: float
     """Order-0 entropy of the held-out text in nats per byte."""
     seconds: float = 0.0
+    """Time in this process; 0 if the run was already finished."""
     sample: str = ""
     """Generated text; empty if the run was stopped or already finished, or if its held-out text is
     mostly sounds and pictures."""

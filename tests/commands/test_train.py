@@ -57,6 +57,15 @@ class BrokenStream(io.StringIO):
         return super().write(text)
 
 
+def test_quiet_resume_prints_a_loss_that_is_evaluated_again(text, tmp_path, arb_here):
+    run = tmp_path / "run"
+    done = arb_here("train", "--data", text, *SMALL, "--out", str(run), "--quiet")
+    (run / "metrics.jsonl").unlink()
+    again = arb_here("train", "--resume", str(run), "--quiet")
+    assert again.stderr == done.stderr
+    assert again.stderr.startswith("held-out loss")
+
+
 @pytest.mark.parametrize(("error", "writes"), [(errno.EPIPE, 1), (errno.ENOSPC, 0)])
 def test_train_ends_though_its_output_is_closed(error, writes, text, tmp_path, monkeypatch):
     """`arb train --json | head -1`, `2>&1 | head -2`, `> /dev/full`, a terminal that is gone."""
