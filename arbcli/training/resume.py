@@ -143,12 +143,14 @@ def resume_run(
             new_run = "start a new run on the new text with `--out`"
             directory.check_same_text(run, facts, text_digest(texts), new_run)
             teacher = read_teacher_of(config, facts=facts)
+            has_recent = bool(checkpoint and checkpoint.data.get(FIELD))
+            records_before = read_records(run) if group.first else []
+            kept = [r for r in records_before if stays(r, done, config, has_recent)]
             if steps not in (None, config.steps):
-                has_recent = bool(checkpoint and checkpoint.data.get(FIELD))
-                records_before = read_records(run) if group.first else []
-                kept = [r for r in records_before if stays(r, done, config, has_recent)]
                 check_patience(run, config, group.broadcast_object(held_out_losses(kept)))
                 config, facts = _extended(run, facts, config, done, steps, observer, group)
+            if group.first:  # first, as the disk may be full
+                sweep_run(run, config, done, kept)
             _record_changes(run, facts, group)
             trainer = build_trainer(config, texts, group, teacher)
             del teacher  # it may be large
@@ -168,7 +170,6 @@ def resume_run(
                     lambda record: stays(record, done, config, bool(saved)),
                     branches=bool(later_checkpoints(run, done)),
                 )
-                sweep_run(run, config, done, records.read())
             resumed = Resumed(saved, seconds, records)
             return run_loop(trainer, run, facts, observer, profile, resumed)
 

@@ -322,6 +322,27 @@ def test_resume_of_a_finished_run_says_so_without_its_text_or_a_model(
     )
 
 
+def test_surplus_checkpoints_are_removed_before_anything_is_written(text, tmp_path):
+    """On a full disk there is no other space for it."""
+    run = tmp_path / "run"
+    start_run(config(text, "cpu", save_every=2, keep=9), run, StopAt(6))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("not whole")
+    left = []
+
+    def write(path, *_):
+        left.append([checkpoint.name for checkpoint in checkpoints(run)])
+        raise OSError("no space")
+
+    for module in ("resume.write_json", "record.write_file"):
+        with (
+            mock.patch(f"arbcli.training.{module}", write),
+            pytest.raises(OSError, match="no space"),
+        ):
+            resume_run(run, Observer(), keep=1)
+    assert left == [["step-000006.safetensors"]] * 2
+
+
 @pytest.fixture
 def started(text, tmp_path) -> Path:
     """Stop a run after its first step."""
