@@ -6,7 +6,8 @@ import pytest
 from graph_parts import graph_config
 
 from arbcli.base.errors import ArbError
-from arbcli.base.run_files import COMPANIONS
+from arbcli.base.run_files import COMPANIONS, check_free, directory_of
+from arbcli.commands._options import check_is_model
 from arbcli.config.fields import change_fields
 from arbcli.config.presets import preset
 from arbcli.data.chat_template import TEMPLATE, ChatTemplate, keep_template
@@ -29,6 +30,25 @@ def test_model_of_another_kind_has_no_shape():
         ("channel", {"kind": "experts", "experts": 4, "width": 7}), ("mixer.sub_norm", False),
     ):  # fmt: skip
         assert shape_of(change_fields(config, {field: value})) is None, field
+
+
+@pytest.mark.parametrize(
+    ("files", "refuse"),
+    [
+        (["config.json"], check_free),
+        (["step-000001.safetensors"], check_free),
+        (["step-000001.safetensors"], directory_of),
+        (["config.json"], check_is_model),
+    ],
+)
+def test_command_of_a_hint_can_be_pasted(files, refuse, tmp_path):
+    run = tmp_path / "a run"
+    run.mkdir()
+    for name in files:
+        (run / name).write_text('{"model_type": "llama"}')
+    with pytest.raises(ArbError) as caught:
+        refuse(run)
+    assert f" '{run}'`" in caught.value.hint
 
 
 def test_matrices_of_a_model_without_a_shape_have_its_own_names(saved, small_graph):

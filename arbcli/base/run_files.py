@@ -4,7 +4,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, shell_word
 from arbcli.base.reading import read_json
 
 CONFIG = "config.json"
@@ -54,7 +54,7 @@ def missing_checkpoint(directory: Path) -> ArbError:
         if "model_type" in read_json(directory / CONFIG, {}):
             return ArbError(
                 f"`{directory}` is a model of Transformers, and no run",
-                f"convert it to one: `arb import {directory}`",
+                f"convert it to one: `arb import {shell_word(directory)}`",
             )
     return ArbError(
         f"there is no checkpoint in `{directory}`", "name the directory of a run with a checkpoint"
@@ -76,7 +76,7 @@ def directory_of(path: Path) -> Path:
     if not (run / CONFIG).exists() and checkpoints(run):
         raise ArbError(
             f"`{run}` has weights, and no settings of training, as after `arb import`",
-            f"train from them: `arb train --init-from {path}`",
+            f"train from them: `arb train --init-from {shell_word(path)}`",
         )
     if not path.exists() or not (run / CONFIG).exists():
         raise ArbError(f"there is no run at `{path}`", "name a run directory or a checkpoint")
@@ -115,10 +115,10 @@ def check_free(run: Path) -> None:
     if not (run / CONFIG).exists() and (checkpoints(run) or best_checkpoints(run)):
         raise ArbError(
             f"`{run}` already contains weights, which a new run would replace",
-            f"choose another `--out`; `--init-from {run}` starts from them",
+            f"choose another `--out`; `--init-from {shell_word(run)}` starts from them",
         )
     if (run / CONFIG).exists():
         raise ArbError(
             f"`{run}` already contains a run",
-            f"continue it with `--resume {run}`, or choose another `--out`",
+            f"continue it with `--resume {shell_word(run)}`, or choose another `--out`",
         )

@@ -1,13 +1,13 @@
 """Progress display of `arb train`."""
 
 import math
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
+from arbcli.base.errors import shell_word
 from arbcli.base.output import LiveLine, OutputError, bytes_text, clock, emit_json, note, note_text
 from arbcli.config.model import VOCABULARY
 from arbcli.config.training import word_of
@@ -229,7 +229,7 @@ class RunDisplay(Observer):
             if report.run is None:
                 note(NOT_SAVED)
             if report.checkpoint:
-                note(f"continue with: arb train --resume {shlex.quote(str(report.run))}")
+                note(f"continue with: arb train --resume {shell_word(report.run)}")
             return
         if report.seconds:  # 0 if the run was already finished
             if not self.quiet:

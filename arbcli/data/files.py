@@ -46,6 +46,10 @@ NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_t
 """Folders left out of the standard library: installed packages and tests."""
 
 
+class TextError(ArbError):
+    """Entries name no text, or too little of it; the hint is for a new run."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """Options of the conversion of files to bytes."""
@@ -167,7 +171,7 @@ def find_standard_library() -> list[Path]:
     files = [file for file in _files_below(folder, [], NOT_TEXT) if file.suffix == ".py"]
     files = [file for file in files if file_bytes(file)]
     if len(files) < 2:
-        raise ArbError(
+        raise TextError(
             f"this Python has no source of its standard library in `{folder}`",
             "name a text with `--data`",
         )
@@ -242,20 +246,22 @@ def weight_of(entry: str) -> tuple[str, float | None]:
     return path, float(weight)
 
 
-def _missing_text(entries: Iterable[str]) -> ArbError:
-    return ArbError(f"there is no text in {quoted(entries)}", "name files that are not empty")
+def _missing_text(entries: Iterable[str]) -> TextError:
+    return TextError(f"there is no text in {quoted(entries)}", "name files that are not empty")
 
 
-def _missing_files(entry: str, *, is_named: bool, media: Collection[str] = frozenset()) -> ArbError:
+def _missing_files(
+    entry: str, *, is_named: bool, media: Collection[str] = frozenset()
+) -> TextError:
     """Return the error of an entry without texts, with the kinds of media that it has."""
     if media:
         options = {"sound": "`--sound mulaw`", "picture": "`--picture rgb`"}
-        return ArbError(
+        return TextError(
             f"`{entry}` has no texts, only {' and '.join(f'{kind}s' for kind in sorted(media))}",
             f"train with {' or '.join(options[kind] for kind in sorted(media))}, or name a"
             " model that was",
         )
-    return ArbError(
+    return TextError(
         f"the folder `{entry}` has no text files" if is_named else f"nothing matches `{entry}`",
         "name a file, a glob in quotes, or a folder with files that are neither hidden nor binary",
     )

@@ -74,7 +74,7 @@ def open_texts(
     for text, role in ((train, "training"), (held_out, "validation")):
         if not text.windows(context + 1):
             shortest = min(map(len, text.texts)) if isinstance(text, Mixture) else len(text)
-            raise ArbError(
+            raise data_files.TextError(
                 f"a context of {context:,} needs a {role} text of {context + 1:,} bytes or more,"
                 f" and this one has {shortest:,}",
                 "choose a smaller `--ctx`, or name more text with `--data` and `--val`",

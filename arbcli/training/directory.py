@@ -19,7 +19,7 @@ from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG, RUNS, TOKENIZER, run_of
 from arbcli.config.settings import check_bounds
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from, word_of
-from arbcli.data.files import DOCUMENTS, Conversion, absolute_entry, has_documents
+from arbcli.data.files import DOCUMENTS, Conversion, TextError, absolute_entry, has_documents
 from arbcli.data.opening import open_texts
 from arbcli.data.text import Text, Texts, check_is_bytes, entropy
 from arbcli.generation.tokens import check_vocabulary
@@ -147,8 +147,15 @@ def _drop_newer(value: Any, written: Any) -> Any:
     return value
 
 
-def open_texts_again(facts: dict[str, Any], config: TrainConfig) -> Texts:
+def open_texts_again(
+    facts: dict[str, Any], config: TrainConfig, otherwise: str | None = None
+) -> Texts:
     """Open the texts of a run at their absolute paths, or else relative to the current folder.
+
+    Args:
+        facts: contents of `config.json`.
+        config: the configuration in `facts`.
+        otherwise: alternative to restoring the text, for the hint; None keeps that of the error.
 
     Raises:
         ArbError: they are at neither place, or not suitable; the error is that of the first place.
@@ -160,6 +167,8 @@ def open_texts_again(facts: dict[str, Any], config: TrainConfig) -> Texts:
     except ArbError as error:
         with suppress(ArbError):
             return open_run_texts(config, split=split)
+        if otherwise and isinstance(error, TextError):
+            error.hint = f"put the text back at its path, or {otherwise}"
         raise error
 
 
@@ -249,8 +258,9 @@ def held_out_text(run: Path) -> tuple[Text, str]:
     if not (run / CONFIG).exists():
         raise ArbError(f"`{run}` has no held-out text", "name a text with `--data`")
     facts = read_facts(run)
-    texts = open_texts_again(facts, run_config(run, facts))
-    check_same_text(run, facts, text_digest(texts), "name another with `--data`")
+    otherwise = "name another with `--data`"
+    texts = open_texts_again(facts, run_config(run, facts), otherwise)
+    check_same_text(run, facts, text_digest(texts), otherwise)
     return texts.val, f"held out of {texts.description}"
 
 

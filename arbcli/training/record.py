@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from arbcli.base.atomic_files import open_to_append, write_file
-from arbcli.base.errors import ArbError, os_errors
+from arbcli.base.errors import ArbError, os_errors, shell_word
 from arbcli.base.reading import open_regular, parse_json, test_of
 from arbcli.config.training import TrainConfig
 from arbcli.training.schedule import Patience, is_evaluated, is_recorded
@@ -125,7 +125,7 @@ class TrainReport:
 
 def _append_line(run: Path, line: bytes) -> None:
     path = run / METRICS
-    hint = f"free some space, then continue with `--resume {run}`"
+    hint = f"free some space, then continue with `--resume {shell_word(run)}`"
     with os_errors("write", path, hint), open_to_append(path) as file:
         file.write(line)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arbcli.base.atomic_files import write_json
-from arbcli.base.errors import ArbError, quoted
+from arbcli.base.errors import ArbError, quoted, shell_word
 from arbcli.base.run_files import CONFIG, checkpoint_path, checkpoints, directory_of
 from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
@@ -138,9 +138,11 @@ def resume_run(
                 report = _finished_report(run, facts, config, observer, group)
                 if report is not None:
                     return report
-            texts = directory.open_texts_again(facts, config)
+            new_run = (
+                f"start a new run from its weights: `--init-from {shell_word(run)} --data TEXT`"
+            )
+            texts = directory.open_texts_again(facts, config, new_run)
             compare_settings(config, texts, group, steps=steps or config.steps)
-            new_run = "start a new run on the new text with `--out`"
             directory.check_same_text(run, facts, text_digest(texts), new_run)
             teacher = read_teacher_of(config, facts=facts)
             has_recent = bool(checkpoint and checkpoint.data.get(FIELD))
@@ -196,7 +198,7 @@ def _finished_report(
     held_out = "" if val_loss is None else f", held-out loss {val_loss:.4f} nats a byte"
     observer.noted(
         f"the run is finished: all {config.steps:,} steps are done{held_out};"
-        f" `--resume {run} --steps N` continues it to step N"
+        f" `--resume {shell_word(run)} --steps N` continues it to step N"
     )
     return TrainReport(
         run=str(run),
@@ -216,7 +218,8 @@ def check_steps(run: Path, done: int, steps: int) -> None:
     """
     if steps <= done:
         raise ArbError(
-            f"the run has done {done:,} steps", f"use a larger `--steps`, or only `--resume {run}`"
+            f"the run has done {done:,} steps",
+            f"use a larger `--steps`, or only `--resume {shell_word(run)}`",
         )
 
 
@@ -231,7 +234,7 @@ def check_patience(run: Path, config: TrainConfig, losses: Iterable[tuple[int, f
             f"the run has ended, as its held-out loss has not fallen in {config.patience}"
             " evaluations (`--patience`)",
             "name an earlier checkpoint to go back to, or start a new run from the weights:"
-            f" `--init-from {run}`",
+            f" `--init-from {shell_word(run)}`",
         )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from arbcli.base.atomic_files import sweep
-from arbcli.base.errors import ArbError, quoted
+from arbcli.base.errors import ArbError, quoted, shell_word
 from arbcli.base.run_files import best_checkpoints, checkpoint_path, checkpoints, step_of
 from arbcli.config.training import TrainConfig
 from arbcli.data.text import Texts
@@ -85,7 +85,7 @@ class Saver:
             ArbError: the text has changed, processes differ, or the file cannot be written.
         """
         assert self.run is not None
-        self._check_text()
+        self._check_text(self.run)
         self._trainer.check_agreement()
         digests = self._facts["text"]["digest"], self._facts.get("init_digest")
         checkpoint = self._trainer.checkpoint(*digests)
@@ -125,7 +125,7 @@ class Saver:
             if path.exists():
                 link_best(path)
 
-    def _check_text(self) -> None:
+    def _check_text(self, run: Path) -> None:
         """Check that the text has not changed since the run began.
 
         Raises:
@@ -138,7 +138,7 @@ class Saver:
         if not self._trainer.group.broadcast_object(same):
             raise ArbError(
                 "the text was changed while the run read it",
-                f"restore it, and continue with `--resume {self.run}`",
+                f"restore it, and continue with `--resume {shell_word(run)}`",
             )
 
 

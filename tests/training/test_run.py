@@ -322,6 +322,18 @@ def test_resume_of_a_finished_run_says_so_without_its_text_or_a_model(
     )
 
 
+def test_resume_whose_text_has_moved_says_how_to_continue(text, tmp_path):
+    run = tmp_path / "a run"
+    start_run(config(text, "cpu", steps=2), run, Observer())
+    Path(text).unlink()
+    with pytest.raises(ArbError, match="nothing matches") as caught:
+        resume_run(run, Observer(), steps=4)
+    assert caught.value.hint == (
+        "put the text back at its path, or start a new run from its weights:"
+        f" `--init-from '{run}' --data TEXT`"
+    )
+
+
 def test_surplus_checkpoints_are_removed_before_anything_is_written(text, tmp_path):
     """On a full disk there is no other space for it."""
     run = tmp_path / "run"
