@@ -204,6 +204,14 @@ class IntegerOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Refuse a `GradScaler`, which reads this before a step."""
+        raise ArbError(
+            "a `GradScaler` finds no gradients of integer weights",
+            "leave it out: gradients are normalised, and products are not in float16",
+        )
+
     def count_step(self) -> None:
         """Count a step that was done, by `step` or by a replay."""
         self.step_number += 1

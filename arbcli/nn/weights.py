@@ -168,7 +168,17 @@ class Anchored(StreamedTensor):
                 `tensors` and the further ones; None if it has none.
             express: expresses the gradient of the result as a use, from the same: see `add_use`.
             tensors: arguments of `run`.
+
+        Raises:
+            ArbError: the program is traced, exported or transformed, and kernels are in no trace.
         """
+        transforms = torch._C._functorch.peek_interpreter_stack()
+        if torch.jit.is_tracing() or torch.compiler.is_exporting() or transforms is not None:
+            raise ArbError(
+                "integer weights cannot be traced, exported or transformed by `torch.func`",
+                "`arbcli.export_float(model, folder)` writes floats, and"
+                " `arbcli.nn.float_state_dict(model)` returns them",
+            )
         return _Use.apply(self, self.token(), run, propagate, express, *tensors)
 
     @torch.compiler.disable

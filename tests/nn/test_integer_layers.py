@@ -244,6 +244,13 @@ def test_wrong_uses_are_refused():
     layer, x = integers.Linear(16, 8), torch.randn(4, 16, requires_grad=True)
     with pytest.raises(ArbError, match="no second derivatives"):
         torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    for record in (
+        lambda: torch.jit.trace(layer, x),
+        lambda: torch.export.export(layer, (x,)),
+        lambda: torch.func.vmap(layer)(x),
+    ):
+        with pytest.raises(ArbError, match="cannot be traced"):
+            record()
     with pytest.raises(ArbError, match=r"ids are torch\.float32"):
         integers.Embedding(16, 8)(torch.tensor([1.5]))
     for name, value in (

@@ -251,8 +251,11 @@ def test_wrong_uses_are_refused():
     model, optimizer, ids = build()
     other = torch.optim.AdamW(model.parameters())
     loss(model, ids).backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
     further = {"params": [nn.Parameter(torch.zeros(3))]}
     for use, said in (
+        (lambda: scaler.step(optimizer), "finds no gradients"),
         (other.step, "AdamW has integer weights among its parameters"),
         (lambda: optimizer.add_param_group(further), "a single group of parameters"),
         (lambda: optimizer.load_state_dict(other.state_dict()), "state is not that"),
