@@ -72,7 +72,9 @@ def test_value_of_no_such_type_is_refused_by_name(kind, good, bad):
     for value in good:
         check_fields(holder(value))
     for value in bad:
-        with pytest.raises(ArbError, match=r"^`size` is `.*`(, which is not of type |$)") as caught:
+        with pytest.raises(
+            ArbError, match=r"(?m)^`size` is `.*`(, which is not of type |$)"
+        ) as caught:
             check_fields(holder(value))
         assert caught.value.fields == ("size",)
 

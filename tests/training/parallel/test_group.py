@@ -58,7 +58,7 @@ def test_differing_process_is_named_with_the_difference(monkeypatch):
         group.compare(settings | {"z": None}, "setting", "do so")
     assert caught.value.hint == "do so"
     others = dict.fromkeys(settings, 3)
-    with pytest.raises(ArbError, match=r"0: `a`, `b`, `c`, `d`, `e`$") as caught:
+    with pytest.raises(ArbError, match=r"(?m)0: `a`, `b`, `c`, `d`, `e`$") as caught:
         group.compare(settings, "file")
     assert "the same arguments" in caught.value.hint
 
