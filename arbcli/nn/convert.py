@@ -191,14 +191,17 @@ def _grouped(model: nn.Module, settings: dict[str, Any]) -> list[list[_Use]]:
     refused = [(uses[0].full_name, problem) for uses, problem in problems if problem]
     if refused and not settings["skip_unsupported"]:
         name, problem = refused[0]
-        others = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
+        others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise ArbError(
             f"`{name}`{others} cannot be converted to integers: {problem}",
             "pass its name in `skip`, or `skip_unsupported=True`",
         )
     convertible = [uses for uses, problem in problems if problem is None and uses[0].value.numel()]
     if not convertible:
-        raise ArbError("the model has no float weights to convert", "check `skip`")
+        raise ArbError(
+            "the model has no float weights to convert",
+            "check `skip`, and whether the model was converted before",
+        )
     return convertible
 
 

@@ -241,7 +241,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         Raises:
             ArbError: it is the state of another optimizer.
         """
-        if "step_of_run" not in state_dict["state"].get(0, {}):
+        if "step_of_run" not in state_dict.get("state", {}).get(0, {}):
             raise ArbError(
                 "the state is not that of an optimizer of integer weights",
                 "pass what `state_dict()` of an `IntegerOptimizer` returned",
@@ -265,7 +265,7 @@ def check_numbers(lr: float, accumulation: int, weight_decay: float, seed: int) 
     if not (finite and isinstance(seed, int) and 0 <= seed < 1 << 31):
         raise ArbError(
             f"`lr={lr}, weight_decay={weight_decay}, seed={seed}` is out of range",
-            "no number is negative, and a seed is an integer of at most 2**31-1",
+            "use finite numbers of at least 0, and an integer of at most 2**31-1 as seed",
         )
 
 

@@ -44,7 +44,7 @@ class Storage:
             ("rule", self.rule, WITH_DIGITS),
             ("weights", self.weights, WEIGHTS),
             ("scale_type", self.scale_type, tuple(SCALE_TYPES)),
-            ("direction", self.direction or DIRECTION[self.rule], DIRECTIONS),
+            ("direction", self.direction, (None, *DIRECTIONS)),
         ):
             if value not in known:
                 raise ArbError(

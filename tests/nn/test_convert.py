@@ -323,8 +323,11 @@ def test_each_parameter_is_freed_before_the_next_is_rounded(monkeypatch):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"rule": "votes"}, {"weights": "int4"}, {"scale_type": "T5"}, {"direction": "adam"}],
-)
+    [
+        {"rule": "votes"}, {"rule": "mometn"}, {"weights": "int4"}, {"scale_type": "T5"},
+        {"direction": "adam"},
+    ],
+)  # fmt: skip
 def test_unknown_settings_and_a_second_conversion_are_refused(settings):
     model = Small()
     with pytest.raises(ArbError, match="is not supported"):

@@ -259,6 +259,7 @@ def test_wrong_uses_are_refused():
         (other.step, "AdamW has integer weights among its parameters"),
         (lambda: optimizer.add_param_group(further), "a single group of parameters"),
         (lambda: optimizer.load_state_dict(other.state_dict()), "state is not that"),
+        (lambda: optimizer.load_state_dict({}), "state is not that"),
         (lambda: arbcli.nn.IntegerOptimizer(nn.Linear(3, 3)), "has no integer weights"),
         (lambda: build(accumulation=0), "`accumulation` is 0"),
         (lambda: build(accumulation=2.0), "`accumulation` is 2.0"),
