@@ -74,7 +74,7 @@ def to_integers(
         model: a module with parameters in bfloat16 or float32.
         rule: update rule: `moment`, `nibble` or `carry`.
         weights: form of the weights, `int8`.
-        lr: learning rate of the optimizer.
+        lr: learning rate; the default is for tuning, and 0.5 is usual from scratch.
         scale_type: scale type, such as `T32`.
         direction: direction of the steps of matrices; None is the default of the rule.
         rules: rules by pattern, at the learning rate of `rule`.
