@@ -217,7 +217,7 @@ FAULTS = [
     Fault("update moment orthogonal", "approximate_polar", "POLAR_WEIGHTS",
         "(0.961939909, 0.00921883, 0.0)"),
     Fault("update nibble sign", "_judge", "SMALLEST <= total <= LARGEST", "True"),
-    Fault("update carry factored", "Direction.ingredients", "gains.columns", "gains.columns[:0]"),
+    Fault("update carry factored", "Direction.factors", "gains.columns", "gains.columns[:0]"),
     # the dense model
     Fault("ragged: causality", "attend_causally", ", is_causal=True", ""),
     Fault("4 streams: output", "HyperConnection.forward", "read, keep, write =",

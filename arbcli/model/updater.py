@@ -81,8 +81,8 @@ def _pace(tensor: TernaryTensor) -> Pace:
 def _step_one(unstepped: _Unstepped, values: Tensor) -> None:
     """Step a matrix along the direction computed from its moment, (N, K)."""
     tensor, direction, state, gains, control = unstepped
-    ingredients = direction.ingredients(values, gains, control.share)
-    tensor.rule.step_along_direction(state, ingredients, gains.ok, control)
+    factors = direction.factors(values, gains, control.share)
+    tensor.rule.step_along_direction(state, factors, gains.ok, control)
 
 
 def _gathered(tensor: TernaryTensor, rows: Tensor) -> State:
@@ -552,15 +552,15 @@ class Updater:
         running = state.get("row_statistic"), state.get("column_statistic")
         counters = refused, self._nonfinite
         gains = gradient_gains(statistics, *running, keys[ROW], keys[COLUMN], *counters)
-        ingredients = None
+        factors = None
         if direction is not None and tensor.gradient_moment:
             unit = gains.unit if share is None else gains.unit * share.sqrt()
-            ingredients = FactoredUpdate(grad, unit.expand(len(grad)), None)
+            factors = FactoredUpdate(grad, unit.expand(len(grad)), None)
         elif direction is not None:
             values = direction.values(grad, self.dtype) if values is None else values
-            ingredients = direction.ingredients(values, gains, share)
+            factors = direction.factors(values, gains, share)
         control = self._control_of(target)
-        gradient = Gradient(grad, packed, statistics, gains, ingredients)
+        gradient = Gradient(grad, packed, statistics, gains, factors)
         if direction is None or not tensor.gradient_moment:
             rule.step(state, gradient, control)
             return []

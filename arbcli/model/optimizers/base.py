@@ -75,10 +75,8 @@ class Direction:
         """
         return [self.values(grad, dtype) for grad in grads]
 
-    def ingredients(
-        self, values: Tensor, gains: GradientGains, share: Tensor | None
-    ) -> FactoredUpdate:
-        """Return the direction as values with gains of rows and columns.
+    def factors(self, values: Tensor, gains: GradientGains, share: Tensor | None) -> FactoredUpdate:
+        """Return the direction as values, (N, K), with gains of rows and columns.
 
         Args:
             values: result of `values`, (N, K).

@@ -9,9 +9,7 @@ from arbcli.model.optimizers.base import Direction, FactoredUpdate
 class Sign(Direction):
     """The sign of every element."""
 
-    def ingredients(
-        self, values: Tensor, gains: GradientGains, share: Tensor | None
-    ) -> FactoredUpdate:
+    def factors(self, values: Tensor, gains: GradientGains, share: Tensor | None) -> FactoredUpdate:
         """Return values without gains, of which kernels take the sign."""
         return FactoredUpdate(values, None, None)
 

@@ -84,7 +84,7 @@ class Gradient:
     """The direction, of unit RMS; None for a rule without one."""
 
     @property
-    def ingredients(self) -> FactoredUpdate:
+    def required_direction(self) -> FactoredUpdate:
         """The direction, for a rule that needs one.
 
         Raises:

@@ -24,7 +24,7 @@ class Carry(Rule):
         keys, ok = control.keys, gradient.gains.ok
         self.move_scales(state, gradient, control)
         step_by_direction(
-            state["trits"], state["remainder"], *gradient.ingredients, keys[TRIT],
+            state["trits"], state["remainder"], *gradient.required_direction, keys[TRIT],
             *control.micro_gain, control.limit, ok, control.flips, self.radix, self.remainder_max,
             control.micro_weight_decay,
         )  # fmt: skip

@@ -3,6 +3,9 @@
 With the orthogonal direction it averages gradients g, as Muon does: m <- 0.9 m + 0.1 g / rms(g),
 then z <- z - lr * P / 16 * u(m). With other directions u it averages these: m <- 0.9 m + 0.1 u,
 then z <- z - lr * P / 16 * m / rms(m). All assignments round stochastically.
+
+z is the integer of a weight, P = 64 the value of its trit, and u a direction, of unit RMS: see
+`arbcli.model.optimizers`.
 """
 
 import torch
@@ -87,7 +90,7 @@ class Moment(Rule):
         beta = round(BETA * UNIT) if control.first else UNIT
         gain = control.micro_blend_gain if control.is_micro_step else control.blend_gain
         blend_moment(
-            self.moment_bytes(state), *gradient.ingredients, control.keys[MOMENT],
+            self.moment_bytes(state), *gradient.required_direction, control.keys[MOMENT],
             gradient.gains.ok, control.squares, beta, *gain, self.share_a_byte,
         )  # fmt: skip
 
