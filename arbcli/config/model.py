@@ -354,12 +354,12 @@ class ModelConfig:
             f"`{part.kind}`": part.across for _, part in self.specs_and_parts() if part.across
         }
         main = self.main
-        for name, is_there in (
+        for name, present in (
             ("chunks", bool(self.outer)), ("memories", main.memories is not None),
             ("the head of later bytes", self.ahead is not None),
             (f"`objective={self.objective}`", self.fills),
         ):  # fmt: skip
-            if is_there:
+            if present:
                 reasons[name] = "documents begin anywhere in what it reads"
         for name, why in reasons.items():
             raise ArbError(
@@ -372,10 +372,10 @@ class ModelConfig:
         rules = self.rules if self.weights == "ternary" else ()
         unable = next((rule for rule in rules if rule not in able), None)
         if self.digits != "trit" and (unable or not rules):
-            what = f"the rule `{unable}`" if unable else "a float baseline"
-            does = "does not fade to" if unable in WITH_DIGITS else "stores no digits below"
+            storage = f"the rule `{unable}`" if unable else "a float baseline"
+            reason = "does not fade to" if unable in WITH_DIGITS else "stores no digits below"
             raise ArbError(
-                f"{what} {does} the trit",
+                f"{storage} {reason} the trit",
                 f"leave `digits={self.digits}` out, or use one of: {', '.join(able)}",
                 fields=("digits",),
             )
@@ -390,8 +390,8 @@ class ModelConfig:
                 continue
             settings.check_choice(field, direction, DIRECTIONS)
             if self.weights != "ternary" or DIRECTION[self.rule] is None:
-                what = "a float baseline" if self.weights != "ternary" else "the rule `votes`"
-                raise ArbError(f"{what} takes no direction", f"leave `{field}` out")
+                storage = "a float baseline" if self.weights != "ternary" else "the rule `votes`"
+                raise ArbError(f"{storage} takes no direction", f"leave `{field}` out")
         if self.head_direction and (self.tied or self.composite):
             raise ArbError("the model has no linear head", "leave `head_direction` out")
         if len(rules) > 1 and "votes" in rules:

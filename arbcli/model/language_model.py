@@ -38,7 +38,10 @@ TEACHER_WEIGHT = 1.0
 
 
 class LanguageModel(PackedModel):
-    """A language model over bytes or tokens.
+    """A language model over bytes or tokens, whose weights are uninitialised.
+
+    `arbcli.model.build.build_model` also initialises them, and `arbcli.training.trainer.Trainer`
+    sets the `sink` of each weight to its updater.
 
     Args:
         config: configuration of the parts and of weight storage.
@@ -186,9 +189,9 @@ class LanguageModel(PackedModel):
         if self.ahead:
             losses |= self.ahead.losses(flow.total(), ids)
         if teacher is not None:
-            apart = self._divergences(flow, teacher, ids, documents)
+            divergences = self._divergences(flow, teacher, ids, documents)
             learnt = torch.ones_like(targets) if documents is None else targets >= 0
-            losses["teacher"] = (apart * learnt).sum() / learnt.sum().clamp(min=1)
+            losses["teacher"] = (divergences * learnt).sum() / learnt.sum().clamp(min=1)
         return losses
 
     @property
@@ -241,13 +244,14 @@ class LanguageModel(PackedModel):
     ) -> Tensor:
         """Compute the KL divergence from the teacher's predictions, (B, T) float32, in nats."""
         with torch.no_grad():
-            known = teacher._hidden(ids, documents)
+            teacher_flow = teacher._hidden(ids, documents)
             if self.scores_in_chunks:
-                theirs = teacher.head.predictions(teacher._head_input(known), teacher.norm)
+                inputs = teacher._head_input(teacher_flow)
+                predictions = teacher.head.predictions(inputs, teacher.norm)
             else:
-                logits = teacher.logits(known).flatten(0, 1)
+                logits = teacher.logits(teacher_flow).flatten(0, 1)
         if self.scores_in_chunks:
-            return self._score(flow, theirs)
+            return self._score(flow, predictions)
         return divergence(self.logits(flow).flatten(0, 1), logits).view(ids.shape)
 
     def position_losses(self, ids: Tensor, targets: Tensor) -> Tensor:

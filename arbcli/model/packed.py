@@ -74,7 +74,7 @@ class StateModule(nn.Module):
         super().__init__()
         self.area = area
         self.kinds: dict[str, str] = {}
-        """Purpose of each buffer, by name."""
+        """Purpose of each buffer, by name: `trits`, `scales`, `remainder`, `moment` and others."""
 
     def declare(self, name: str, tensor: Tensor, kind: str) -> None:
         """Register an integer buffer with its purpose, such as `trits` or `counters`."""
@@ -117,9 +117,13 @@ def drawn_weights(module: nn.Module) -> list[Weight]:
 class TernaryTensor(StateModule, Weight):
     """An N by K weight matrix that is stored as packed trits with integer scales.
 
+    A weight is an integer z = T P + A, with the trit T, the remainder A, and the P of its rule. The
+    model multiplies by T, or by z / U with U the next power of two of P, times the scale
+    2**(E + F / 128) of its group of G consecutive weights of a row.
+
     `Ternary` in names of classes, and `weights="ternary"` of a configuration, say that a weight is
-    stored with a trit as its high digit, in contrast to a float baseline. The model multiplies by
-    the trit or, with `--weights int8`, by all digits.
+    stored with a trit as its high digit, in contrast to a float baseline. `--weights int8`
+    multiplies by z.
 
     Buffers, in addition to those of its rule and direction:
         trits: (N, row_bytes(K)) uint8, five weights a byte.
@@ -309,8 +313,9 @@ class TernaryTensor(StateModule, Weight):
     def initialise(self, seed: int, index: int) -> None:
         """Initialise the weights directly in packed form, in blocks of rows.
 
-        z = clamp(round(spread P n)) for a normal n: 16 counter-based random bits index a table of
-        quantiles, which gives the same integers on all devices. Frozen weights are set to 1.
+        z = clamp(round(spread P n)) for a normal n and the P of the rule: 16 counter-based random
+        bits index a table of quantiles, which gives the same integers on all devices. Frozen
+        weights are set to 1.
 
         Args:
             seed: seed of the run, 0..2**31-1.

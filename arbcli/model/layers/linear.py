@@ -1,4 +1,9 @@
-"""The linear layer with a packed matrix, fused with the norm before it."""
+"""The linear layer with a packed matrix, fused with the norm before it.
+
+A use of a weight is registered in the forward (`await_backward`). The backward of the last use
+computes the gradient from the inputs and output gradients of all uses (`collect`), and passes it to
+the weight's `sink`, the updater.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,7 +169,8 @@ class _Linear(Function):
     """y = norm(x) @ w.T. The gradient of w goes to the weight's sink.
 
     `anchor` is an empty tensor that requires a gradient, so that the backward also runs if x does
-    not require one.
+    not require one; `trained` says whether the backward will run. Callers of `_linear` omit both,
+    and `operator` adds them.
     """
 
     @staticmethod
