@@ -101,7 +101,7 @@ def _whole_model(path: Path, values: dict[str, Any]) -> ModelConfig:
     except TypeError as error:
         raise ArbError(
             f"`{path}` has no model of this version of arb: {error}",
-            "name the file of a run of this version",
+            "write stages as `[[model.stage]]`, or name the file of a run of this version",
         ) from None
 
 

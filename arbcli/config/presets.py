@@ -65,7 +65,10 @@ def check_preset(name: str) -> None:
         ArbError: there is no such preset.
     """
     if name not in PRESETS:
-        raise ArbError(f"no preset is named `{name}`", f"choose one of: {quoted(PRESETS)}")
+        hint = f"choose one of: {quoted(PRESETS)}"
+        if name.endswith(".toml"):
+            hint = "read the model of a file with `--model FILE`"
+        raise ArbError(f"no preset is named `{name}`", hint)
 
 
 def preset(name: str, **overrides: object) -> ModelConfig:
