@@ -7,6 +7,10 @@ which share a gradient.
 From the direction on, which kernels compute in int32 fixed point, all arithmetic is on integers, so
 that all backends agree bitwise. The gradient is read in several passes. The only other tensor of a
 matrix's shape is the orthogonalised gradient.
+
+A dense model uses `set_step`, `begin_micro`, `__call__`, `_update_matrix`, `_step_along` and
+`finish`. The other methods are for several micro-batches, stacked matrices, rows of tables, scales
+that only some losses step, and averages.
 """
 
 import itertools

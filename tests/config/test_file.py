@@ -59,7 +59,7 @@ WRONG = {
     "data = [1]": "`data` in `.*` is ",
     "[model]\nsub_norms = 1": "`model.sub_norms` in `.*` is `1`",
     "[model]\ntscale_type = 'T8'\nscale_type = 'T32'": "`tscale_type=T8` and `scale_type=T32`",
-    '[model.block.a]\n[[model.stages]]\ndim = 8': r"write stages as `\[\[model.stage\]\]`",
+    "[model.block.a]\n[[model.stages]]\ndim = 8": r"write stages as `\[\[model.stage\]\]`",
     "model = 1": "has no settings by name",
     "preset = 1": "`preset` of `.*` is `1`",
 }

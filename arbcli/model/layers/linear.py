@@ -253,6 +253,8 @@ class _LinearOfGates(Function):
 class TernaryLinear(DecodingLayer):
     """y = x @ w.T with packed weights, ternary or of all digits: see `TernaryTensor`.
 
+    `forward` is for training and for many rows, `fused` for few rows in generation.
+
     Args:
         out_features: N.
         in_features: K.
