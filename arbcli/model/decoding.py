@@ -135,7 +135,7 @@ def fuses(model: "LanguageModel", x: Tensor) -> bool:
 
 
 def fused_logits(model: "LanguageModel", x: Tensor) -> Tensor:
-    """Compute logits of one position of each text with fused kernels."""
+    """Compute logits of one position of each text, (B, 1, D) to (B, 1, V), by fused kernels."""
     if model.config.composite:
         return each_text(lambda row: model.logits(BlockOutput(row)), x)
     if model.config.head:

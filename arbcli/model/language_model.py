@@ -321,7 +321,7 @@ class LanguageModel(PackedModel):
         return between(run, x, reading, batched=bool(track and track.text_views))
 
     def logits(self, flow: BlockOutput) -> Tensor:
-        """Compute logits from the stream."""
+        """Compute logits, (B, T, V) in `compute_dtype`, from the stream before the final norm."""
         if self.config.composite:
             return self.head(self._head_input(flow), self.norm).logits
         if self.config.head:

@@ -156,7 +156,7 @@ class TernaryTensor(StateModule, Weight):
     average: Tensor
     """Present after `declare_averages` of `arbcli.model.averages`."""
     fixed_scales = False
-    """Whether steps leave the scales as they are."""
+    """Whether no step changes the scales."""
 
     def __init__(
         self,
@@ -425,7 +425,12 @@ class StreamedTensor(Findable, TernaryTensor):
             self._awaited += 1
 
     def collect(self, source: Any, grad_y: Tensor) -> None:
-        """Add the input and output gradient of one use; the last use computes the gradient."""
+        """Add the input and the output gradient of one use; after the last, emit the gradient.
+
+        Args:
+            source: input of the use, such as (M, K) activations.
+            grad_y: gradient of its output, such as (M, N).
+        """
         self._pairs.append((source, grad_y))
         self._awaited -= 1
         if self._awaited > 0:

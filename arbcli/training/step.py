@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def minimised(parts: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
-    """Return the weighted sum of the terms of a loss; the text's, if present, has weight 1."""
+    """Return the weighted sum of float32 scalars; the text's loss, if present, has weight 1."""
     others = [weights[name] * part for name, part in parts.items() if name != "text"]
     return sum(others, parts["text"]) if "text" in parts else sum(others[1:], others[0])
 

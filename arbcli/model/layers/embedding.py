@@ -17,7 +17,7 @@ class EmbeddingWeight(StreamedTensor):
     """The weight of a `TernaryEmbedding`."""
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
-        """Sum the gradients over all occurrences of each symbol."""
+        """Sum (..., D) gradients over the occurrences of each symbol: (V, D)."""
         return embedding_grad(grad_y, source, self.out_features)
 
 

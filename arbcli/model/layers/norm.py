@@ -22,7 +22,7 @@ LIMIT = 10.0
 
 
 def unit_rms(x: Tensor) -> Tensor:
-    """Apply an RMS norm without weights to the last dimension; differentiable."""
+    """Normalise the last dimension of (..., D) to unit RMS, in its dtype; differentiable."""
     return functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
 
 
@@ -42,7 +42,7 @@ def frozen_ones(dim: int, spec: LayerSpec) -> TernaryTensor:
 
 
 class TernaryRMSNorm(Findable):
-    """RMS norm whose frozen ternary weights are all 1, so that nothing reads them.
+    """RMS norm whose frozen ternary weights are all 1, and are never read.
 
     The linear layer after the norm runs it and its backward: see `TernaryLinear`.
     """
@@ -63,7 +63,7 @@ class TernaryRMSNorm(Findable):
 
     @torch.no_grad()
     def add_and_norm(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + added, and the normalised sum; not differentiable."""
+        """Return x + added, (..., D), and its norm of the same shape; not differentiable."""
         return add_rms_norm(x, added, *self._norm())
 
     trained = False
@@ -75,7 +75,7 @@ class TernaryRMSNorm(Findable):
     def backward(
         self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x plus `other_grad`, and recompute the output."""
+        """Compute the gradient of x plus `other_grad`, and recompute the output: (M, D) each."""
         return rms_norm_backward(grad_y, x, *self._norm(), other_grad)
 
     def _norm(self) -> tuple[Tensor | None, float]:
@@ -114,7 +114,7 @@ class TernaryGate(TernaryRMSNorm):
         other_grad: Tensor | None = None,
         overwrite: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x, and recompute the output.
+        """Compute the gradient of x, (M, 2 D), and recompute the output, (M, D).
 
         With `overwrite`, these may take the memory of x and of `grad_y`.
 

@@ -88,7 +88,7 @@ class Product:
         return ternary_matmul_grad_x(grad_y, weight.packed)
 
     def gradient(self, weight: "LinearWeight", source: Tensor, grad_y: Tensor) -> Tensor:
-        """Compute grad_y.T @ source, the gradient of the weight, for the input of a product."""
+        """Compute grad_y.T @ source, the (N, K) gradient of the weight, for (M, K) inputs."""
         return grad_y.T @ source
 
 

@@ -181,7 +181,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 def rows_at(table: Angles, places: Tensor | slice) -> Angles:
-    """Return the rows of a table at the given positions."""
+    """Return the rows of a table at positions, (T,) integers or a slice."""
     return table[0][places], table[1][places]
 
 

@@ -116,9 +116,10 @@ class SymbolWeight(LinearWeight):
     def score(
         self, x: Tensor, targets: Tensor, room: int = 0
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Compute the cross-entropy of each row in nats, and the log-sum-exp of its logits.
+        """Compute the cross-entropy of each row of (M, D) in nats, and the log-sum-exp of logits.
 
-        The third result holds the logits of the first chunks, up to `room` bytes.
+        Both are (M,) float32. The third result has the logits of the first chunks, up to `room`
+        bytes.
         """
         total = torch.full((len(x),), -torch.inf, dtype=torch.float32, device=x.device)
         target_logits, kept = torch.zeros_like(total), list[Tensor]()
@@ -130,15 +131,15 @@ class SymbolWeight(LinearWeight):
                 kept.append(logits)
         return total - target_logits, total, kept
 
-    def diverge(self, x: Tensor, theirs: Predictions) -> tuple[Tensor, Tensor]:
-        """Compute the KL divergence of each row from the teacher, and the log-sum-exp."""
+    def diverge(self, x: Tensor, predictions: Predictions) -> tuple[Tensor, Tensor]:
+        """Compute the KL divergence of each row of (M, D) from the teacher, and the log-sum-exp."""
         total = torch.full((len(x),), -torch.inf, dtype=torch.float32, device=x.device)
-        divergences, ignored = -theirs.total, torch.zeros_like(total)
+        divergences, ignored = -predictions.total, torch.zeros_like(total)
         no_target = torch.full(total.shape, -1, device=x.device)
         for rows, w in self._chunks(x.dtype):
             logits = x @ w.T
             add_symbols_(total, ignored, logits, no_target)
-            add_divergence_(divergences, logits, theirs.logits(rows), theirs.total)
+            add_divergence_(divergences, logits, predictions.logits(rows), predictions.total)
         return divergences + total, total
 
     def losses_backward(self, scored: Scored, scale: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ class SymbolWeight(LinearWeight):
         return grad_x.to(scored.x.dtype)
 
     def propagate_losses(self, scored: Scored, scale: Tensor) -> Tensor:
-        """Compute the gradient of x of losses, as `losses_backward` does, not of the weight."""
+        """Compute the gradient of x alone, (M, D), as `losses_backward` does."""
         grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
         for rows, w in self._chunks(scored.x.dtype):
             _add_product_(grad_x, _gradient_of_logits(scored, scale, rows, w), w)

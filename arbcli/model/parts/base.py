@@ -118,10 +118,10 @@ def fits_vectors(*widths: int) -> bool:
 def project(
     layer: nn.Module, x: Tensor, norm: nn.Module | None, added: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Apply a linear layer to the normalised stream with its pending addition.
+    """Apply a linear layer to the normalised stream, (B, T, D), with its pending addition.
 
     Returns:
-        The product, and the sum x + added.
+        The product, (B, T, N), and the sum x + added, (B, T, D).
     """
     return (layer(x, norm), x) if added is None else layer(x, norm, added)
 
