@@ -29,7 +29,7 @@ threads wake slowly.
 LOOKS, LOOK_SECONDS = 3, 0.005
 """Samples of the number of running processes before a run, and the pause between two of them."""
 LOOKS_FOR_THREADS = 20
-"""Samples before the number of threads is chosen; more of them, as it is fixed for the run."""
+"""Samples before the number of threads is chosen, which is fixed for the run."""
 COUNTS = Path("/proc/stat")
 """Linux's file with the number of running processes."""
 
@@ -132,7 +132,7 @@ def is_for_cpu(device: str | None) -> bool:
     """Return whether no GPU computes.
 
     Args:
-        device: the one that was asked for; None is the GPU if there is one.
+        device: the device of the settings; None is the GPU if there is one.
     """
     import torch  # takes seconds, so not for `arb --help`
 

@@ -350,7 +350,7 @@ class LiveLine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop updating, and print the last line for good."""
+        """Stop updating, and leave the last line on the terminal."""
         if self.is_live:
             self._live.stop()
             if self._is_left:

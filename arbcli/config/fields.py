@@ -168,7 +168,7 @@ def _entry_paths(paths: dict[str, tuple[str, ...]], index: int) -> dict[str, tup
 def _strip_prefix(
     paths: dict[str, tuple[str, ...]], name: str | None
 ) -> dict[str, tuple[str, ...]]:
-    """Remove a name from the beginning of the paths that begin with it and go on."""
+    """Remove a name from the beginning of longer paths that begin with it."""
     return {
         path: names[1:] if len(names) > 1 and names[0] == name else names
         for path, names in paths.items()

@@ -71,7 +71,7 @@ OF_TERNARY = {
     "compute=fp8-backward": "products in eight bits",
     "compute=nvfp4": "products in four bits", "pack": "packed gates", "keep_best": "checkpoint",
 }  # fmt: skip
-"""Settings that a float baseline refuses, with what it has not."""
+"""Settings that a float baseline refuses, with the property that it lacks."""
 OF_REMAINDERS = {"weight_average": "average", "weight_decay": "remainder that could decay"}
 """Settings that weights without remainders refuse."""
 DROPOUTS = ("dropout", "attention_dropout", "embedding_dropout")
@@ -384,15 +384,15 @@ class TrainConfig:
         """Refuse settings that other fields make meaningless.
 
         Args:
-            settings: what each is about, by name; `name=value` is one of its values.
-            has_no: beginning of the message, before that.
-            cause: field that makes them so.
+            settings: missing property of each setting, by name; `name=value` is one of its values.
+            has_no: beginning of the message, before the property.
+            cause: field that makes them meaningless.
         """
-        for refused, what in settings.items():
+        for refused, missing in settings.items():
             name, _, value = refused.partition("=")
             if getattr(self, name) == value if value else getattr(self, name):
                 raise ArbError(
-                    f"{has_no} {what}",
+                    f"{has_no} {missing}",
                     f"leave `{refused}` out, or choose other `{cause}`",
                     fields=(name, cause),
                 )

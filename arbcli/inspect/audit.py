@@ -46,7 +46,7 @@ class FitReport:
     predicted_peak: PeakReport
     fits: bool
     advice: str | None
-    """Options that would make it fit, where it does not."""
+    """Options with which the step fits; None if it fits already."""
     seconds: float
     """Duration of the prediction."""
 

@@ -257,7 +257,7 @@ def measure(model: "LanguageModel", *others: object) -> MeasuredState:
 
 
 _Entry = tuple[tuple[str, ...], str, Any]
-"""The path of what was found, its role, and itself."""
+"""Path, role and value of an object."""
 
 
 def _reachable(roots: tuple[object, ...]) -> Iterator[tuple[str, str, "Tensor"]]:

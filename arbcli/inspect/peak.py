@@ -49,7 +49,7 @@ class AtPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakReport:
-    """Peak memory of a training step, and what it consists of."""
+    """Peak memory of a training step, and its largest tensors."""
 
     device: str
     """`cuda`, `mps` or `cpu`."""

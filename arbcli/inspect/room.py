@@ -32,7 +32,7 @@ def least_bytes(config: TrainConfig) -> int:
 
 
 def _logits_width(model: ModelConfig) -> int:
-    """Count the logits of each position that are there at once, and their gradients."""
+    """Count the logits and gradients of logits of a position that are in memory at once."""
     if model.weights == "ternary" and is_chunked(model.vocabulary):
         return model.vocabulary // -(-model.vocabulary // MOST_AT_ONCE)  # the same memory has both
     return 2 * model.vocabulary

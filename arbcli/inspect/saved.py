@@ -98,7 +98,7 @@ class Saved:
     bytes_by_area: Callable[[], dict[str, Counter]]
     histograms: Callable[[], Histograms]
     parts: Callable[[], tuple[PartReport, ...]] = tuple
-    """Lists the parts of the model; none where the file has no more than matrices."""
+    """Lists the parts of the model; none if the file has only matrices."""
 
     def report(self) -> SavedReport:
         """Return the complete report."""

@@ -144,9 +144,9 @@ class LiveTensors(Storages):
 
 
 def calling_function() -> str:
-    """Name the innermost function of this package, but for this folder, that is being run.
+    """Name the innermost running function of this package, outside this folder.
 
-    A backward is run by torch, on whatever thread it was asked for.
+    torch runs a backward on the thread that called it.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -163,7 +163,7 @@ def calling_function() -> str:
 def no_memory(device: torch.device) -> Iterator[None]:
     """Run code for `device` on tensors that have shapes and storages, but no memory.
 
-    They are torch's own `meta` tensors, and what is asked for on `device` is made there. Kernels
+    They are torch's own `meta` tensors, on which tensors for `device` are created. Kernels
     are not launched; what their launchers allocate is seen. `FakeTensorMode` is made for this, but
     its tensors of a GPU have no backward where torch was built without CUDA.
 

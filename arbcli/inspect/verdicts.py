@@ -24,7 +24,7 @@ DEAD_BRANCH = 1e-3
 """A branch below this share of the stream is less than bfloat16 resolves; they start at 0.2."""
 LEAST_SPREAD = 0.25
 """Standard deviation of the logits of a prediction: 1 of a new model, 3 of a trained one. With 0.25
-a prediction is some 0.03 nats from guessing, whatever it says."""
+the cross-entropy of a prediction is within about 0.03 nats of a uniform guess."""
 UNIFORM_MARGIN = 0.01
 """Nats below ln 256 that still count as not better: rounding, or one lucky byte."""
 

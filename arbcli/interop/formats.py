@@ -30,10 +30,10 @@ def output_path(source: Path, format: str, out: Path | None) -> Path:
     Args:
         source: a run, or a file that was saved.
         format: one of `FORMATS`.
-        out: the place that was asked for; None is one in the current directory.
+        out: path that the user chose; None is a name in the current directory.
 
     Raises:
-        ArbError: something is there.
+        ArbError: the path exists.
     """
     path = out or Path(NAMES[format].format(name_of(source)))
     if path.exists():

@@ -83,9 +83,9 @@ def import_folder(
     """Read a folder for Transformers into a run, whose weights are all digits.
 
     Matrices of a BitNet, and of a folder whose matrices are all trits with a scale for each group,
-    are trits, none of which changes.
+    stay exactly these trits.
 
-    Weights are read a few rows at a time from files that are mapped; the state alone is whole.
+    Weights are read a few rows at a time from mapped files; only the packed state is in memory.
 
     Args:
         source: the folder.

@@ -182,8 +182,8 @@ def _is_exact(weight: Tensor, place: Tensor, grid: Grid) -> Tensor:
 def _round_numbers(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Round (M, 1) numbers, none of them 0, each with a scale of its own: z and places.
 
-    Several z and scales decode to the same number. Those are chosen that the number itself would
-    have, so that what was decoded is read as it was.
+    Several pairs of z and scale decode to the same number. The pair of the decoded number is
+    chosen, so that a second rounding of decoded numbers changes nothing.
     """
     parts = []
     for some in weight.split(NUMBERS_AT_ONCE):

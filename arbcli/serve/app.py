@@ -195,7 +195,7 @@ class _Service:
 
 
 class _Pieces:
-    """The pieces of texts as they come; texts that are not finished at exit are cancelled.
+    """The pieces of texts in order of arrival; texts that are not finished at exit are cancelled.
 
     Args:
         texts: the texts, which are submitted.
@@ -203,7 +203,7 @@ class _Pieces:
         seconds: time within which all must be finished.
 
     Raises:
-        RequestError: the engine takes no more texts.
+        RequestError: the engine was closed.
     """
 
     def __init__(self, texts: list[Text], engine: Engine, seconds: float) -> None:

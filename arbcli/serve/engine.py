@@ -42,7 +42,7 @@ class Busy(Exception):
 
 
 class Closed(Exception):
-    """The engine accepts no more texts."""
+    """The engine was closed."""
 
 
 class Engine:
@@ -109,7 +109,7 @@ class Engine:
             raise self.failure
 
     def close(self) -> None:
-        """Accept no more texts, and wait until all are finished.
+        """Refuse new texts, and wait until all texts are finished.
 
         Raises:
             BaseException: the thread failed.

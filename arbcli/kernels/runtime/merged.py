@@ -128,8 +128,8 @@ def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) ->
     """Run several functions with their launches of the same kernels merged.
 
     A function may launch kernels on grids of one axis whose first parameters are not constants. It
-    must compute nothing else of what they write, as they run when all functions have returned, and
-    nothing that another function's kernels write.
+    must not read their results, as the kernels run when all functions have returned. Its kernels
+    must not read the results of another function's kernels.
 
     Args:
         parts: functions that launch the kernels.

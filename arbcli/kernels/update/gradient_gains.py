@@ -1,14 +1,14 @@
 """Validate a gradient by its sums of squares, and compute the gains of its direction.
 
-It can be used if the sum of its squares is within 2**-120 .. 2**120, where float32 holds squares
-well: beyond it is not finite, or as good as that, and below all zero, or as good as that. The slope
-is divided by its root-mean-square, and so is the gradient where a rule averages it. For the
-factored direction rows and columns are divided by the roots of their running mean squares, after
-these have taken the new ones in.
+A gradient is used if the sum of its squares is within 2**-120 .. 2**120, where float32 is accurate
+for squares. A larger sum counts as not finite, a smaller one as zero. The slope is divided by its
+root-mean-square, and so is the gradient if a rule averages it. For the factored direction, rows and
+columns are divided by the roots of their running mean squares, which include this gradient.
 
 A running statistic is two int8 digits of its log2 in steps of 1/128: log2 = whole + fraction / 128,
-whole = -128 standing for one never set. It is averaged arithmetically and then its log is rounded
-stochastically: a mean of logs lags, and a rounded one would stand still.
+with whole = -128 before the first gradient. The mean squares are averaged, and the log of the new
+mean is rounded stochastically: a mean of logs would follow them late, and rounding to nearest would
+drop small changes.
 """
 
 import math

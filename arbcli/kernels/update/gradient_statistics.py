@@ -29,8 +29,8 @@ from arbcli.kernels.runtime.operation import Operation
 TILE = 128
 """Columns of a tile: as many whole groups as fit, and at least one."""
 LARGE_STEPS, SMALL_STEPS = (16, True), (2, False)
-"""Tiles of a program, and whether it loads the next tile before it reads one. Large matrices of
-trits take the former; with remainders more programs are faster."""
+"""Tiles of a program, and whether it loads the next tile before it reads one. `LARGE_STEPS` are for
+large matrices of trits; with remainders more programs are faster."""
 PART_ROWS = 64
 """Rows of a part of the native loop's sums over columns; `native.c` has it too."""
 

@@ -1,12 +1,12 @@
 """Quantise a gradient to small integers that can be added in any order: q <- q + SR(y / 2**e[n]).
 
 y is the gradient with its columns mixed by Hadamard matrices: see `hadamard`. Each row has a power
-of two, which the caller knows before the gradient is there. With x = |y| / 2**e[n], clipped to
+of two, which the caller chooses before the gradient is computed. With x = |y| / 2**e[n], clipped to
 `limit`,
 
     q = sign(y) * floor(x + r / 2**16),  r uniform in 0..65535
 
-which is unbiased but for what is clipped. Integers add up to the same sum in every order, so a
+which is unbiased unless x is clipped. Integers add up to the same sum in every order, so a
 gradient of many parts does not depend on the order of adding.
 
 Sums of twelve bits are in two planes: 16 * sums + low, with the `low` of two rows in a byte, that

@@ -1,14 +1,13 @@
 """Decoding step of a Mamba-2 block, fused between its two projections.
 
     z, u, B, C, t = rows
-    u, B, C = silu(causal convolution)        with what the positions before had there
+    u, B, C = silu(causal convolution)        with the inputs of earlier positions
     dt = softplus(t + bias),  a = exp(-exp(rate) dt)
     S = a S + B (dt u),   y = silu(z) (C S + skip u)                           in each head
 
-The positions before are in a ring of W slots for W taps: position p is in slot p mod W, so nothing
-that is read is where something is written. Of several texts each has programs of its own, which
-know nothing of the others. A text that does not go on keeps its state, and the slot of its next
-position may hold anything.
+The inputs of earlier positions are in a ring of W slots for W taps: position p is in slot p mod W,
+so no slot is both read and written. Each of several texts has separate programs. A text that is not
+continued keeps its state; the slot of its next position is then undefined.
 """
 
 import torch

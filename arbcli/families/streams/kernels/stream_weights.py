@@ -97,7 +97,7 @@ def _several_rounds(p, rounds):
 
 @triton.jit
 def _back_through(g, first, rounds):
-    """Propagate the gradient of what rounds make of `first` back to it, from the last one on."""
+    """Propagate the gradient of the result of `rounds` rounds to `first`, last round first."""
     for done in range(rounds):
         p = _several_rounds(first, rounds - 1 - done)
         row_sums = tl.sum(p, axis=2)[:, :, None]
