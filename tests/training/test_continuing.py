@@ -1,5 +1,6 @@
 """Runs that go on further than they were to, begin with saved weights, or keep their best."""
 
+import math
 import shutil
 from unittest import mock
 
@@ -130,8 +131,11 @@ def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_
     assert (run / "metrics.jsonl.aside").read_bytes() == records
     assert check_run(run).resumes_at == 1
     shutil.copy(f"{late}.aside", late)
-    with pytest.raises(ArbError, match="its `steps` is 2, not 4"):
-        resume_run(run, Observer())
+    for path in (run, late):
+        with pytest.raises(ArbError, match="its `steps` is 2, not 4"):
+            resume_run(path, Observer())
+    assert "its `steps` is 2, not 4" in check_run(run).stops
+    assert {f.name: f.state for f in check_run(run).findings}[late.name] == "refused"
     late.unlink()
     resume_run(run, Observer())
     resume_run(tmp_path / "whole" / back, Observer(), steps=4)
@@ -206,18 +210,6 @@ def test_weights_of_another_model_or_alone_are_refused(text, tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("losses", [[3.0, 1.0, 2.0], [1.0, float("nan"), 1.0]])
-def test_newest_and_best_are_kept(losses, text, tmp_path, monkeypatch):
-    to_come = iter(losses)
-    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(to_come))
-    options = {"steps": 3, "eval_every": 1, "save_every": 1, "keep": 1, "keep_best": True}
-    start_run(new_config(**SMALL, data=[text], **options), tmp_path / "run", Observer())
-    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000003.safetensors"]
-    (best,) = (tmp_path / "run").glob("best-*")
-    assert load_checkpoint(best).step == 1 + losses.index(min(losses))
-    assert load_model(best).config.dim == 16
-
-
 LOSSES = [3.0, 2.0, 2.5, 2.0, 1.0, 0.5]
 """With a patience of 2 a run stops after the fourth, as the second one is the lowest."""
 
@@ -226,13 +218,13 @@ LOSSES = [3.0, 2.0, 2.5, 2.0, 1.0, 0.5]
 def test_run_stops_when_its_loss_has_not_fallen_and_keeps_the_best(
     options, text, tmp_path, monkeypatch
 ):
-    to_come, notes, run = iter(LOSSES), [], tmp_path / "run"
+    to_come, notes, run = iter([3.0, 2.0, math.nan, 2.0]), [], tmp_path / "run"
     monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(to_come))
     options = options | {"steps": 6, "eval_every": 1, "patience": 2}
     observer = observer_with(noted=notes.append)
     report = start_run(new_config(**SMALL, data=[text], **options), run, observer)
     assert (report.steps, report.val_loss, report.stopped_by) == (4, 2.0, None)
-    assert [record["val_loss"] for record in read_records(run)] == LOSSES[:4]
+    assert [record["val_loss"] for record in read_records(run)] == [3.0, 2.0, None, 2.0]
     (note,) = notes
     assert note.startswith(
         "stopped after step 4: the held-out loss has not fallen in 2 evaluations; that of step 2,"

@@ -347,16 +347,21 @@ def test_stopped_run_ends_with_the_files_and_records_of_a_whole_run(
     expected = uninterrupted(options)
     run, train_step = tmp_path / "run", Trainer.train_step
     stops = iter([step])
+    # a terminal that is closed sends it more than once
+    name, times = ("SIGHUP", 2) if step == 1 else ("SIGTERM", 1)
 
     def stopped(trainer):
         loss = train_step(trainer)
         if trainer.step == step and next(stops, None):
-            signal.raise_signal(signal.SIGTERM)
+            for _ in range(times):
+                signal.raise_signal(signal.Signals[name])
         return loss
 
     monkeypatch.setattr(Trainer, "train_step", stopped)
     report = start_run(options, run, Observer())
-    assert (report.stopped_by, report.steps, report.val_loss) == ("SIGTERM", step, None)
+    assert (report.stopped_by, report.steps, report.val_loss) == (name, step, None)
+    assert report.checkpoint == str(checkpoints(run)[0])
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
     assert read_records(run)[-1]["step"] == (step if step < STEPS else 6)
     predicted = check_run(run)
     assert (predicted.drops_records, predicted.evaluates_first) == (step in (1, 2), step == STEPS)
