@@ -1,13 +1,15 @@
 """Record what readers make of files of which one value or byte is another one.
 
 `python tests/altered.py` writes it to `altered.txt`; `test_what_is_read.py` compares. Each field of
-a `config.json` of Transformers, of a safetensors header and of an index gets other values, and each
-byte at the start of a GGUF file and of a checkpoint too; both are cut off, and longer. A line has a
-message, in which numbers are N and names are `X`, and how often it is said; or how many files are
-accepted, and a checksum of what is read of them.
+a `config.json` of Transformers, of a header of safetensors or of a checkpoint, of the checkpoint's
+metadata and of an index gets other values, and each byte at the start of a GGUF file and of a
+checkpoint too; both are cut off, and longer. A line has a message, in which numbers are N and names
+are `X`, and how often it is said; or how many files are accepted, and a checksum of what is read of
+them.
 """
 
 import json
+import math
 import re
 import struct
 import tempfile
@@ -15,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import chdir
+from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -179,13 +182,39 @@ def _safetensors_outcomes() -> Iterator[tuple[str, _Outcomes]]:
     yield "an index", outcomes
 
 
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _other_headers(data: bytes) -> Iterator[bytes]:
+    """Yield a checkpoint with another header, or with other metadata and the digest of them."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    metadata, tensor = json.loads(header["__metadata__"]["arb"]), header["a.trits"]
+    del metadata["digest"]
+    others = [
+        tensor | {"shape": [2**40], "data_offsets": [0, 2**40]}, tensor | {"shape": [2**70]},
+        tensor | {"shape": [1] * 10_000}, tensor | {"data_offsets": [2**62, 2**62 + 6]},
+    ]  # fmt: skip
+    headers = [*_others(header), *({**header, "a.trits": other} for other in others)]
+    said = ["\ud800", '{"format":NaN}', '{"format":1,"format":1}', "[" * 5000, '{"a":' * 990 + "1"]
+    for other in (*_others(metadata), metadata | {"config": {"x": math.nan}}):
+        digest = sha256(_canonical(other).encode()).hexdigest()
+        said.append(_canonical(other | {"digest": digest}))
+    headers += [{**header, "__metadata__": {"arb": text}} for text in said]
+    for text in map(_canonical, headers):
+        padded = text.encode() + b" " * (-len(text) % 8)
+        yield len(padded).to_bytes(8, "little") + padded + data[end:]
+
+
 def _checkpoint_outcomes() -> Iterator[tuple[str, _Outcomes]]:
     tensors = {"a.trits": torch.arange(6, dtype=torch.uint8).view(2, 3)}
     outcomes = _Outcomes()
     whole = Checkpoint(3, {"x": 1}, {"refused": 2}, {"text": "y"}, tensors)
     path = save_checkpoint(Path(), whole)
     data = path.read_bytes()
-    for other in _other_bytes(data, (*range(8), *range(8, len(data), 3))):
+    places = (*range(8), *range(8, len(data), 3))
+    for other in (*_other_bytes(data, places), *_other_headers(data)):
         path.write_bytes(other)
         outcomes.add(lambda: load_checkpoint(path))
     yield "a checkpoint", outcomes
