@@ -59,16 +59,6 @@ def test_a_text_is_the_same_among_any_others(lm):
     assert len(set(alone)) == len(alone)
 
 
-def test_texts_of_a_batch_equal_those_of_single_prompts(lm):
-    """But for rounding, which decides no byte here."""
-    sharp = [request(asked.prompt, asked.length, temperature=0.0) for asked in REQUESTS]
-    together = texts(lm, sharp, 3)
-    apart = [b"".join(generate(lm, asked.prompt, asked.length, asked.sampling)) for asked in sharp]
-    same = sum(a == b for a, b in zip(together, apart, strict=True))
-    assert same >= len(sharp) - 1
-    assert [len(text) for text in apart] == [asked.length for asked in REQUESTS]
-
-
 def test_slot_takes_the_sampling_settings_of_its_new_text(lm):
     """Each of these choices is greedy by one setting alone, and the last by none."""
     settings = ({"top_p": 1e-9}, {"top_k": 1}, {"temperature": 0.0}, {})

@@ -10,33 +10,9 @@ from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.presets import preset
 from arbcli.model.build import build_model
-from arbcli.model.packed import TernaryTensor
-from arbcli.model.updater import Updater
 from arbcli.verify.reference import Reference
 from arbcli.verify.update_reference import reference_weight
-
-
-def test_tensor_steps_by_its_factor():
-    whole, half = tensor_steps(1.0, 1.0), tensor_steps(1.0, 0.5)
-    other = tensor_steps(0.5, 1.0)
-    assert torch.equal(half[0], whole[0])
-    assert torch.equal(half[1], other[1])
-    assert not torch.equal(half[1], whole[1])
-
-
-def tensor_steps(lr_of_first: float, factor_of_second: float) -> list[torch.Tensor]:
-    """Step two tensors of a model that differ in their factor; return the remainders."""
-    spec = preset("tiny", rule="carry", direction="sign").layer_spec()
-    factors = (1.0, factor_of_second)
-    tensors = [TernaryTensor(8, 16, spec, area="", lr_factor=factor) for factor in factors]
-    updater = Updater(tensors, 0, torch.float32)
-    updater.begin(0, lr_of_first)
-    for index, tensor in enumerate(tensors):
-        tensor.initialise(0, index)
-        updater(tensor, torch.linspace(-1, 1, 128).view(8, 16))
-    return [tensor.remainder for tensor in tensors]
 
 
 def config_of(mixer: dict | None = None, stage: dict | None = None, **fields) -> ModelConfig:

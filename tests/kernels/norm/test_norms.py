@@ -1,12 +1,9 @@
 """Norms and their gradients: what the cases of their specs do not say."""
 
-from functools import partial
-
 import pytest
 import torch
 
-from arbcli.kernels.norm import rms_norm as module
-from arbcli.kernels.norm.rms_norm import add_rms_norm, rms_norm, rms_norm_backward, tiling
+from arbcli.kernels.norm.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from arbcli.kernels.runtime.backend import use_backend
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
@@ -42,15 +39,3 @@ def test_no_gains_give_the_bits_of_gains_of_1(backend, width, device):
         for run in runs:
             for got, expected in zip(run(None), run(torch.ones(width, device=device)), strict=True):
                 assert torch.equal(got, expected)
-
-
-def test_wide_rows_have_the_gradient_of_narrow_rows(device, monkeypatch):
-    """Rows that do not fit into registers are read in blocks, twice."""
-    x, grad_y = (randn(5, 2100, device=device, seed=seed) for seed in (1, 2))
-    weight, gradients = randn(2100, device=device, seed=0), []
-    for whole in (module.WHOLE_ROW, 2000):
-        monkeypatch.setattr(module, "tiling", partial(tiling, whole=whole))
-        with use_backend(KERNEL_BACKEND):
-            gradients.append(rms_norm_backward(grad_y, x, weight, 1e-6))
-    for one, other in zip(*gradients, strict=True):
-        assert (other.double() - one).norm() < 1e-6 * one.norm()
