@@ -7,10 +7,8 @@ So each is written a second time here. To change one is to change the format, or
 from importlib import import_module
 
 import pytest
-import torch
 
 from arbcli.config.presets import preset
-from arbcli.kernels.codec import packing
 from arbcli.model import language_model
 from arbcli.model.rules import DIRECTION, LR, RULES, find_rule
 
@@ -86,13 +84,3 @@ def test_weights_of_the_losses_are_pinned():
         assert preset(name).loss_weights == weights
     nearest = preset("arb-tiny", code_search="nearest")
     assert nearest.loss_weights == {"commitment": 0.25}
-
-
-def test_trits_lie_in_the_bytes_where_they_lay():
-    """Of 167 weights, in turns 1, 0, -1, 1, 0, ..., the bytes of a full and of a short block."""
-    trits = torch.tensor([1 - k % 3 for k in range(167)], dtype=torch.int8)[None]
-    block_bytes = packing.pack_trits(trits)[0].tolist()
-    whole = [sum((2 - (32 * d + j) % 3) * 3**d for d in range(5)) for j in range(32)]
-    rest = [1 - k % 3 for k in range(160, 167)] + [0] * 3
-    short = [sum((rest[2 * d + j] + 1) * 3**d for d in range(5)) for j in range(2)]
-    assert block_bytes == whole + short

@@ -166,14 +166,3 @@ def test_teacher_of_other_symbols_is_refused(taught, tmp_path):
         read_teacher(dataclasses.replace(config, model=model))
     with pytest.raises(ArbError, match="nowhere"):
         read_teacher(new_config(**settings | {"teacher": "nowhere"}))
-
-
-def test_command_names_a_teacher(taught, text, tmp_path, arb_here):
-    teacher, _ = taught
-    run = tmp_path / "run"
-    words = ["--init-from", teacher, "--teacher", teacher, "--weights", "anneal", "--data", text]
-    words += ["--steps", 6, "--batch", 2, "--device", "cpu", "--out", run]
-    assert arb_here("train", *map(str, words)).returncode == 0
-    last = load_checkpoint(checkpoint_path(run, 6))
-    assert saved_config(last).digits == "trit"
-    assert last.data["settings"]["teacher"] == load_checkpoint(checkpoint_path(teacher, 10)).digest

@@ -183,20 +183,6 @@ def test_interrupted_backward_leaves_no_gradient():
     assert equal(state(layer), state(twin))
 
 
-def test_floats_are_trained_by_an_optimizer_of_torch():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
-    optimizer = arbcli.to_integers(model, skip=["1.bias"])
-    other = torch.optim.SGD(arbcli.floats(model).values(), lr=0.1)
-    ids = torch.arange(20)[None]
-    bias = model[1].bias.detach().clone()
-    loss(model, ids).backward()
-    optimizer.step()
-    other.step()
-    assert isinstance(model[1].bias, nn.Parameter)
-    assert not torch.equal(model[1].bias, bias)
-
-
 def test_copies_are_models_of_their_own():
     model, optimizer, ids = build()
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

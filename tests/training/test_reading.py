@@ -29,6 +29,8 @@ from arbcli.training.trainer import Trainer
 
 TRAIN, VAL = b"abcdefgh", b"WXYZ"
 """Alphabets of the training and of the held-out text: no byte is in both."""
+OWN = (".wire_exponent", "_statistic")
+"""Ends of names of what gradients are measured by."""
 SHAPE = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4, "accum": 2}
 
 
@@ -91,10 +93,15 @@ def test_accumulation_beyond_the_limit_of_symbols_adds_no_held_out_windows():
     assert num_evaluation_batches(4, 8, 256) == 320
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("int8", "int16"), ("int8", None)])
-def test_weights_are_taken_from_a_run_whose_gradients_travelled_otherwise(before, after, options):
+@pytest.mark.parametrize(
+    ("setting", "before", "after", "has_own"),
+    [("reduce_dtype", None, "int8", True), ("reduce_dtype", "int8", "int16", True),
+     ("reduce_dtype", "int8", None, False), ("direction", "muon", "adafactor", True),
+     ("direction", "adafactor", "muon", False)],
+)  # fmt: skip
+def test_weights_are_taken_from_a_run_of_other_gradients(setting, before, after, has_own, options):
     """Scales of gradients are measured anew: others would clip them, or round them too much."""
-    first, second = (trainer_of(options, reduce_dtype=wire, seed=seed) for seed, wire in
+    first, second = (trainer_of(options, **{setting: value}, seed=seed) for seed, value in
                      enumerate((before, after)))  # fmt: skip
     first.train_step()
     first.train_step()
@@ -104,9 +111,9 @@ def test_weights_are_taken_from_a_run_whose_gradients_travelled_otherwise(before
     loaded = second.model.state_dict()
     assert loaded.keys() == initial.keys()
     for name, part in loaded.items():
-        is_wire = name.endswith(".wire_exponent")
-        assert torch.equal(part, initial[name] if is_wire else checkpoint.tensors[name]), name
-    assert any(name.endswith(".wire_exponent") for name in loaded) == (after is not None)
+        wanted = initial if name.endswith(OWN) else checkpoint.tensors
+        assert torch.equal(part, wanted[name]), name
+    assert any(name.endswith(OWN) for name in loaded) == has_own
     assert second.step == 0
     assert second.updater.counters() == {"nonfinite_steps": 0, "refused": 0}
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from arbcli.base.errors import ArbError
-from arbcli.kernels.codec.decode_digits import decode_digits_native, decode_digits_torch
 from arbcli.kernels.runtime import native, native_library
 from arbcli.kernels.runtime.backend import check_backend, default_backend, use_backend, uses_native
 from arbcli.verify.case_generator import CaseGenerator
@@ -210,15 +209,6 @@ def test_norm_with_eps_of_zero_still_normalises(name):
     outputs = as_tuple(spec.native(*copies(inputs)))
     for got, wanted in zip(outputs, as_tuple(spec.reference(*copies(inputs))), strict=True):
         assert compare(spec, name, got, wanted).passed
-
-
-@compiled
-@pytest.mark.parametrize("digits", ["trit", "all"])
-def test_weights_are_decoded_to_bfloat16_as_torch_decodes_them(digits):
-    """Cases are decoded to float32, which holds the same numbers."""
-    packed = CaseGenerator(1, CPU, torch.float32).packed(9, 165, 6, spread=90, digits=digits)
-    wanted = decode_digits_torch(packed, torch.bfloat16)
-    assert torch.equal(decode_digits_native(packed, torch.bfloat16), wanted)
 
 
 @compiled
