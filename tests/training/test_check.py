@@ -122,9 +122,11 @@ def test_best_checkpoint_and_those_set_aside_are_looked_at(run):
     best, aside = run / "best-000002.safetensors", run / "step-000003.safetensors.aside"
     for copy in (best, aside):
         copy.write_bytes((run / "step-000002.safetensors").read_bytes())
+    stale = shutil.copy(run / "step-000001.safetensors", run / "best-000001.safetensors")
     report = check_run(run)
     state_of = states(report)
     assert (state_of[best.name], state_of[aside.name]) == ("ok", "left over")
+    assert report.removes == (stale.name,)
     assert report.passed
     flip(best)
     report = check_run(run)

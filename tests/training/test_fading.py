@@ -66,20 +66,6 @@ def test_weight_is_all_digits_and_the_trit_each_by_its_share(rule, text):
         assert tensor.rule.radix == find_rule(rule, "all").radix
 
 
-@pytest.mark.parametrize("rule", FADING)
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_steps_by_the_constants_of_all_digits(rule, stage):
-    """Only what a forward reads differs: the rule of the trit alone has another moment and clip."""
-    every, of_stage = find_rule(rule, "all"), stage_rule(rule, stage)
-    names = {name for name in dir(every) if isinstance(getattr(every, name), int | float | str)}
-    names -= {"reads_all", "kept", "read_radix", "fits_a_byte", "unit_std", "__module__"}
-    assert {"radix", "remainder_max", "moment_range", "spread", "share_a_byte"} <= names
-    assert type(of_stage) is type(every)
-    assert {name for name in names if getattr(of_stage, name) != getattr(every, name)} == set()
-    read = (True, 1 - STAGES.index(stage) / 16) if stage != "trit" else (False, 1)
-    assert (of_stage.reads_all, of_stage.kept) == read
-
-
 @pytest.fixture(scope="module")
 def faded(tmp_path_factory) -> Path:
     """Train a run to its end, and keep a checkpoint of the middle."""

@@ -12,11 +12,15 @@ import torch.distributed as dist
 from made_runs import model_of
 
 from arbcli.base.errors import ArbError
+from arbcli.config.presets import preset
 from arbcli.model.build import build_model
+from arbcli.model.layers.vector import VectorWeight
 from arbcli.training.parallel.group import Group, own_device
 from arbcli.training.parallel.owners import (
     SUMS,
     assign_owners,
+    broadcast_buffers,
+    owner_buffers,
     plan,
 )
 from arbcli.training.parallel.shared_updater import next_exponents, part_limit, sums_for
@@ -121,3 +125,11 @@ def test_all_parts_of_a_message_begin_at_multiples_of_16_bytes(small_graph):
         ]
         assert max(begins) > 0
         assert not any(begin % 16 for begin in begins)
+
+
+@pytest.mark.parametrize("digits", ["trit", "all", "fade"])
+def test_owner_of_a_vector_broadcasts_all_of_its_digits(digits):
+    """Each process reads them, whatever the weights of the model are."""
+    vector = VectorWeight((1.0, 0.5), preset("tiny", digits=digits).layer_spec(), area="mlp")
+    assert {*broadcast_buffers(vector)} >= {"trits", "exponent", "fraction", "remainder"}
+    assert {*owner_buffers(vector)} == {"moment", "row_statistic", "column_statistic"}
