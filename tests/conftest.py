@@ -222,8 +222,7 @@ def saved(tmp_path) -> Callable[..., Path]:
 
     def save(name="tiny", **options) -> Path:
         config = assembled(name, **{**(sizes if name == "tiny" else {}), **options})
-        model = build_model(config, torch.float32)
-        model.initialise(3)
+        model = build_model(config, torch.float32, seed=3)
         generator = torch.Generator().manual_seed(0)
         for weight in model.weights().values():
             if not weight.frozen and weight.scales[1] is not None:

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from states import assert_same, state_of
@@ -28,7 +29,7 @@ from arbcli.model.optimizers.newton_schulz import newton_schulz, orthogonalise_s
 from arbcli.model.optimizers.orthogonal import approximate_polar
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import DIRECTION, RULES, moment
-from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX
+from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX, blend_gains
 from arbcli.model.step_parameters import ROW_CLIP
 from arbcli.model.updater import Updater
 
@@ -229,6 +230,13 @@ def test_composed_steps_in_bf16_lose_no_more_than_single_steps(
         assert torch.linalg.matrix_norm(polar, 2) < 1.3
         errors[least] = (polar - expected).norm() / expected.norm().clamp(min=1)
     assert errors[0] <= 1.1 * errors[2**62] + 0.01
+
+
+@pytest.mark.parametrize("factor", [25.4, 25.4 / 3, 1.1667, 25.4 * 57 / 60, 1023.9 / 2**9, 0.0])
+def test_gain_of_a_blend_has_ten_bits(factor):
+    gain, shift = map(int, blend_gains(np.array(factor)))
+    assert 0 <= gain < 2**10
+    assert gain / 2**shift == pytest.approx(factor, rel=1 / 1000)
 
 
 @pytest.mark.parametrize("rule", ["moment", "nibble"])

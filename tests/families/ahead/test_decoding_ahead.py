@@ -6,6 +6,7 @@ from states import assert_same
 
 from arbcli.config.presets import preset
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import decoded_groups, group_product
 
@@ -20,9 +21,7 @@ def backend(device):
 
 def build(device, layers: int = 1) -> LanguageModel:
     with torch.device(device):
-        model = LanguageModel(preset("tiny", **SIZES | {"layers": layers}), torch.float32)
-    model.initialise(3)
-    return model
+        return build_model(preset("tiny", **SIZES | {"layers": layers}), torch.float32, seed=3)
 
 
 def step(model: LanguageModel, device) -> dict[str, torch.Tensor]:

@@ -27,7 +27,6 @@ def model(small_compressed, **options) -> LanguageModel:
     depends on the order of additions, which processors do not share.
     """
     lm = build_model(model_of(small_compressed, **options, scale_type="T4"), torch.float32)
-    lm.initialise(0)
     generator = torch.Generator().manual_seed(0)
     for weight in lm.weights().values() if lm.config.weights == "ternary" else ():
         if not weight.frozen:
@@ -104,7 +103,6 @@ def test_byte_is_seen_through_its_entry_once_that_is_complete(small_compressed):
 def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
     config = model_of(small_compressed, dim=48, ffn=48, ratios=(3,))
     lm = build_model(config, torch.float32, number_format="fp8")
-    lm.initialise(0)
     indexer = lm.blocks[0].attention.indexer
     generator = torch.Generator().manual_seed(0)
     q, keys = (torch.randn(size, generator=generator) for size in ((1, 40, 2, 8), (1, 40, 8)))
@@ -141,7 +139,6 @@ def test_ten_bytes_give_two_entries_of_four():
     sight = Sight(128, 4, 100)
     assert list(sight.groups(10)) == [0, 1, 2]
     lm = build_model(preset("tiny", attention="compressed", ctx=10, layers=1), torch.float32)
-    lm.initialise(0)
     cache = lm.new_cache(10)
     with torch.no_grad():
         lm(text(1, 10), cache)
@@ -160,7 +157,6 @@ def test_128_heads_of_512_with_one_head_of_keys_are_predicted_and_step():
         index_heads=1, index_width=8, direction="factored", **WIDE,
     )  # fmt: skip
     lm, ids = build_model(small, torch.float32), text(1, 8)
-    lm.initialise(0)
     updater = Updater(lm.weights().values(), 0, torch.float32)
     for weight in lm.weights().values():
         weight.sink = updater

@@ -106,7 +106,6 @@ def test_six_of_384_experts_step_together():
         direction="factored",
     )  # fmt: skip
     lm = build_model(config, torch.float32)
-    lm.initialise(0)
     (experts,) = (part for part in lm.modules() if isinstance(part, Experts))
     assert experts.down.matrices == 384
     for weight in lm.weights().values():

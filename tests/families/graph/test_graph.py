@@ -14,7 +14,6 @@ from arbcli.config.presets import preset
 from arbcli.families.compressed.config import CompressedAttentionConfig
 from arbcli.model import decoding
 from arbcli.model.build import build_model
-from arbcli.model.language_model import LanguageModel
 from arbcli.training.step import minimised
 from arbcli.verify.reference import Reference
 
@@ -88,14 +87,12 @@ def test_indexers_before_and_after_the_memories_learn(device):
     main = replace(config.main, blocks=blocks, memories=memories)
     config = replace(config, stages=(main,))
     assert_agrees(config, device)
-    lm, ids = LanguageModel(config, torch.float32), text(1)
-    lm.initialise(0)
+    lm, ids = build_model(config, torch.float32), text(1)
     torch.testing.assert_close(lm(ids).double(), reference_logits(lm, ids), **CLOSE)
 
 
 def test_steps_by_kernels_give_the_logits_of_steps_by_parts(small_graph, monkeypatch):
     lm = build_model(model_of(small_graph), torch.bfloat16)
-    lm.initialise(0)
     lm.embedding.weight.exponent -= 4  # so what blocks add counts, and so do their norms
     ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(0))
 

@@ -18,7 +18,6 @@ SUFFIX, PREFIX, MIDDLE = 256, 257, 258
 
 def fill_model(ctx: int = 16, **given) -> LanguageModel:
     lm = build_model(preset("tiny", **SIZES, ctx=ctx, objective="fill", **given), torch.float32)
-    lm.initialise(0)
     return lm
 
 

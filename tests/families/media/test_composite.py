@@ -31,7 +31,6 @@ def config(**given):
 
 def test_absent_kind_has_no_loss():
     lm = build_model(config(), torch.float32)
-    lm.initialise(0)
     ids = torch.arange(16)[None]
     losses = lm.losses(ids, ids)
     assert all(float(losses[f"of_{kind}"].detach()) == 0.0 for kind in ("sound", "picture"))
@@ -42,7 +41,6 @@ def test_absent_kind_has_no_loss():
 
 def test_a_text_is_made_by_steps_as_it_is_scored():
     lm = build_model(config(), torch.float32)
-    lm.initialise(0)
     text = [1, 2, 3]
     for _ in range(9):
         with torch.no_grad():
