@@ -247,9 +247,7 @@ def model_of(vocabulary: int, ctx: int = 40, **mixer):
     )
     stage = StageConfig(dim=32, blocks=(block,) * 2)
     config = ModelConfig(ctx=ctx, stages=(stage,), vocabulary=vocabulary, digits="all")
-    model = build_model(config, torch.float32)
-    model.initialise(3)
-    return model
+    return build_model(config, torch.float32, seed=3)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from references import dense_gradients
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
+from arbcli.inspect.memory import predict_parts
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.model.layers import symbols
@@ -52,3 +53,10 @@ def test_logits_that_a_forward_keeps_give_the_same_gradients(tied, monkeypatch):
     assert kept == [[2560, LARGE - 2560], [], [2560], []]
     for others in gradients[1:]:
         assert all(torch.equal(grad, others[name]) for name, grad in gradients[0].items())
+
+
+def test_shared_weight_is_counted_once():
+    report = predict_parts(model_config(SMALL, tied=True))
+    assert sum(part.weights for part in report.parts if not part.depth) == report.total.weights
+    (head,) = (part for part in report.parts if part.path == "head")
+    assert (head.kind, head.weights) == ("head", 0)

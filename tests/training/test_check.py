@@ -170,12 +170,9 @@ def test_command_reports_it_and_so_does_a_dry_run(run):
     longer, shorter = (
         CliRunner().invoke(app, [*dry_run_of, steps], env={"COLUMNS": "200"}) for steps in "92"
     )
-    assert "has 9 steps then, and their schedule, instead of 4" in longer.stdout
     assert "sets aside at once: step-000003.safetensors" in longer.stdout
     assert shorter.exit_code == 1
     assert "would not start: the run has done 2 steps" in shorter.stdout
     assert contents(run) == before
     flip(run / "step-000003.safetensors")
     assert CliRunner().invoke(app, ["check", str(run)]).exit_code == 1
-    assert isinstance(CliRunner().invoke(app, ["check", "nowhere"]).exception, ArbError)
-    assert isinstance(CliRunner().invoke(app, ["train", "--dry-run"]).exception, ArbError)
