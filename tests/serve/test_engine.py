@@ -16,6 +16,7 @@ from arbcli.config.presets import preset
 from arbcli.data.tokens import TokenStream
 from arbcli.generation.batch import Request, generate_batch
 from arbcli.generation.sampling import Sampling
+from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.serve import engine as engines
 from arbcli.serve.engine import Busy, Closed, Engine
@@ -35,8 +36,7 @@ WAIT = 60
 
 def model_of(config: ModelConfig, device: torch.device) -> LanguageModel:
     with torch.device(device):
-        model = LanguageModel(config, torch.float32)
-    model.initialise(0)
+        model = build_model(config, torch.float32)
     if config.vocabulary > 256:
         model.tokenizer = SimpleNamespace(
             beginning=[], ends=frozenset(), encode=list,

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checked import checked, has_one_layout
+from torch.utils._pytree import tree_leaves
 
 from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
@@ -107,18 +108,12 @@ def test_random_cases_pass(spec, device):
 def test_random_case_is_drawn_again_from_its_seed(spec, device):
     (one,), (other,) = (list(random_cases(spec, device, 6, [5])) for _ in range(2))
     assert one.label == other.label
-    assert_same(one.inputs, other.inputs)
-
-
-def assert_same(inputs, others):
-    for a, b in zip(inputs, others, strict=True):
-        if isinstance(a, tuple):
-            assert_same(a, b)
-        elif isinstance(a, torch.Tensor):
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-            assert a.stride() == b.stride()
+    for leaf, again in zip(tree_leaves(one.inputs), tree_leaves(other.inputs), strict=True):
+        if isinstance(leaf, torch.Tensor):
+            exact = {"rtol": 0, "atol": 0, "equal_nan": True, "check_stride": True}
+            torch.testing.assert_close(leaf, again, **exact)
         else:
-            assert a == b
+            assert leaf == again
 
 
 def close(relative: float, peer_slack: float = 0.0):
@@ -190,19 +185,12 @@ def test_random_cases_have_all_layouts_and_states():
     """Of each kernel that can have them: strides, offsets, equal bytes, and work in parts."""
     for spec in KERNELS:
         cases = [*random_cases(spec, CPU, 6, range(12))]
-        tensors = [tensor for case in cases for tensor in tensors_of(case.inputs)]
+        inputs = tree_leaves([case.inputs for case in cases])
+        tensors = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
         if not has_one_layout(spec):
             assert any(not tensor.is_contiguous() for tensor in tensors), spec.name
             assert any(tensor.storage_offset() for tensor in tensors), spec.name
         assert {case.chunk_elements is None for case in cases} == {True, False}
-
-
-def tensors_of(inputs):
-    for value in inputs:
-        if isinstance(value, tuple):
-            yield from tensors_of(value)
-        elif isinstance(value, torch.Tensor):
-            yield value
 
 
 def test_only_the_interpreter_leaves_out_scale_types_and_only_on_request():

@@ -14,6 +14,7 @@ from arbcli.generation.decoder import Decoder
 from arbcli.generation.sampling import Sampling
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 
 ON_GPU = torch.cuda.is_available()
@@ -43,8 +44,7 @@ def model(size, dtype, name="tiny", **changes) -> LanguageModel:
     config = preset(name, **{"ctx": 20} | changes)
     if size:
         config = replace(config, ahead=AheadConfig(positions=size, width=24))
-    lm = LanguageModel(config, dtype)
-    lm.initialise(0)
+    lm = build_model(config, dtype)
     return lm.cuda() if ON_GPU else lm
 
 

@@ -135,17 +135,6 @@ def test_options_agree_with_their_reference(small_compressed, device):
 WIDE = {"heads": 128, "head_width": 512, "kv_heads": 1, "rotary": 64}
 
 
-def test_ten_bytes_give_two_entries_of_four():
-    sight = Sight(128, 4, 100)
-    assert list(sight.groups(10)) == [0, 1, 2]
-    lm = build_model(preset("tiny", attention="compressed", ctx=10, layers=1), torch.float32)
-    cache = lm.new_cache(10)
-    with torch.no_grad():
-        lm(text(1, 10), cache)
-    assert cache.main.blocks[0].choice[:2].tolist() == [0, 1]
-    assert (cache.main.blocks[0].entries.codes.norm(dim=(1, 2)) > 0).sum() == 2
-
-
 def test_128_heads_of_512_with_one_head_of_keys_are_predicted_and_step():
     large = preset("arb-deep", dim=7168, experts=384, top_k_experts=6, **WIDE)
     with torch.device("meta"):
@@ -169,27 +158,3 @@ def test_128_heads_of_512_with_one_head_of_keys_are_predicted_and_step():
     updater.finish()
     assert not torch.equal(lm.blocks[0].attention.projection.weight.trits, before)
     assert measure(lm).state_bytes == predict(small).total.state_bytes
-
-
-def test_entry_of_means_is_the_mean_of_its_bytes(small_compressed):
-    lm = model(small_compressed, layers=1, mean_ratio=3, ratios=(3,), top_k=99)
-    layer = lm.blocks[0].attention
-    values = torch.randn(1, 2, 3, layer.kv)
-    with torch.no_grad():
-        entries = layer.compress(values, torch.zeros_like(values))
-    mean = values.mean(dim=2).unflatten(-1, (layer.kv_heads, -1))
-    torch.testing.assert_close(
-        entries, torch.nn.functional.rms_norm(mean, mean.shape[-1:], eps=1e-6)
-    )
-    assert layer.projection.weight.out_features == layer.inner + 2 * layer.kv
-
-
-def test_gains_of_keys_are_of_both_kinds_of_keys(small_compressed):
-    lm, ids = model(small_compressed, key_gain=True, layers=1), text(1)
-    gain, before = lm.blocks[0].attention.key_gain.weight, lm(ids)
-    plain = model(small_compressed, layers=1)
-    assert set(lm.weights()) - set(plain.weights()) == {"blocks.0.attention.key_gain.weight"}
-    gain.initialise(0, 0)
-    plain.load_state_dict({name: lm.state_dict()[name] for name in plain.state_dict()})
-    of_ones = (lm(ids) - plain(ids)).abs().max()  # the first gains are one but for their scale
-    assert 10 * of_ones < (lm(ids) - before).abs().max()

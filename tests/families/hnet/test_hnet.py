@@ -126,13 +126,6 @@ def test_words_begin_after_spaces():
     assert chunk_depths(lm, b"a bc  d\n\te ", "torch") == [1, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
 
 
-def test_chunks_of_fixed_length_begin_at_its_multiples():
-    lm = model("every, two stages")
-    assert chunk_depths(lm, b"abcdefghij", "torch") == [2, 0, 1, 0, 2, 0, 1, 0, 2, 0]
-    marks = chunk_starts(lm, text(1, 10))
-    assert [part[0].nonzero().flatten().tolist() for part in marks] == [[0, 2, 4, 6, 8], [0, 4, 8]]
-
-
 def test_new_model_has_an_identity_for_projections_and_no_residual():
     lm, ids = model(drawn=False), text()
     assert not lm.stages[0].router.query_key.weight.weight().any()

@@ -17,8 +17,7 @@ SUFFIX, PREFIX, MIDDLE = 256, 257, 258
 
 
 def fill_model(ctx: int = 16, **given) -> LanguageModel:
-    lm = build_model(preset("tiny", **SIZES, ctx=ctx, objective="fill", **given), torch.float32)
-    return lm
+    return build_model(preset("tiny", **SIZES, ctx=ctx, objective="fill", **given), torch.float32)
 
 
 def apart(row: list[int]) -> tuple[list[int], list[int], list[int]]:
