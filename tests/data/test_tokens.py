@@ -126,32 +126,6 @@ def replaced(pattern: str | dict, content: str) -> dict:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
-@pytest.mark.parametrize("part", ["normalizer", "decoder"])
-@pytest.mark.parametrize(
-    ("growth", "steps"),
-    [
-        (12, [{"type": "Prepend", "prepend": "▁"}, replaced(" ", "▁")]),
-        (16, [replaced("ab", "c" * 32)]),
-        (18, [replaced("a", "bbb"), replaced("b", "aaa"), replaced({"Regex": " {2,}"}, "_")]),
-        (2**40, [replaced("a", "aa")] * 40),
-    ],
-    ids=["as in Llama 2", "limit", "regular expression", "repeated"],
-)
-def test_tokenizer_whose_replacements_multiply_a_text_is_refused(
-    part, growth, steps, byte_tokenizer
-):
-    made = json.loads(byte_tokenizer.read_text())
-    if part == "decoder":
-        steps = [step for step in steps if step["type"] == "Replace"]  # the others are no decoders
-    made[part] = {"type": "Sequence", f"{part}s": steps}
-    content = json.dumps(made).encode()
-    if growth <= tokens.MOST_GROWTH:
-        Tokenizer(content, "it")
-        return
-    with pytest.raises(ArbError, match=f"`it` may make a text {growth:,} times as long"):
-        Tokenizer(content, "it")
-
-
 def replace_by(length: int) -> dict:
     """Make a normalizer of SentencePiece, which replaces each `a` by a text of some length."""
     index = [0] * 512  # a double array: an entry is a label, whether it is a key, and an offset
@@ -160,36 +134,43 @@ def replace_by(length: int) -> dict:
     return {"type": "Precompiled", "precompiled_charsmap": b64encode(table).decode()}
 
 
-@pytest.mark.parametrize(("length", "growth"), [(64, 1), (65, 65)])
-def test_table_of_sentencepiece_that_multiplies_a_text_is_refused(length, growth, byte_tokenizer):
-    made = json.loads(byte_tokenizer.read_text())
-    plain = len(Tokenizer(json.dumps(made).encode(), "it").encode(b"x" * length + b"b"))
-    made["normalizer"] = {"type": "Sequence", "normalizers": [replace_by(length)]}
-    content = json.dumps(made).encode()
-    if growth == 1:
-        assert len(Tokenizer(content, "it").encode(b"ab")) == plain
-        return
-    with pytest.raises(ArbError, match=f"`it` may make a text {growth} times as long"):
-        Tokenizer(content, "it")
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("growth", [16, 17])
-def test_template_that_repeats_the_text_is_refused(growth, nested, byte_tokenizer):
-    made = json.loads(byte_tokenizer.read_text())
+def repeating(times: int) -> dict:
+    """Make a post-processor that repeats the text."""
     text = {"Sequence": {"id": "A", "type_id": 0}}
-    made["post_processor"] = {
-        "type": "TemplateProcessing", "single": [text] * growth, "special_tokens": {},
+    return {
+        "type": "TemplateProcessing", "single": [text] * times, "special_tokens": {},
         "pair": [text, {"Sequence": {"id": "B", "type_id": 0}}],
     }  # fmt: skip
-    if nested:
-        made["post_processor"] = {"type": "Sequence", "processors": [made["post_processor"]]}
-    content = json.dumps(made).encode()
-    if growth == 16:
-        assert len(Tokenizer(content, "it").encode(b"x")) == 16
-        return
-    with pytest.raises(ArbError, match=f"`it` may make a text {growth} times as long"):
-        Tokenizer(content, "it")
+
+
+REPLACED = {
+    12: [replaced(" ", "▁")], 16: [replaced("ab", "c" * 32)],
+    18: [replaced("a", "bbb"), replaced("b", "aaa"), replaced({"Regex": " {2,}"}, "_")],
+    2**40: [replaced("a", "aa")] * 40,
+}  # fmt: skip
+GROWING = [
+    *((growth, "normalizer", steps) for growth, steps in REPLACED.items()),
+    *((growth, "decoder", steps) for growth, steps in REPLACED.items()),
+    (12, "normalizer", [{"type": "Prepend", "prepend": "▁"}, replaced(" ", "▁")]),  # Llama 2
+    (1, "normalizer", [replace_by(64)]), (65, "normalizer", [replace_by(65)]),
+    *((times, "post_processor", [repeating(times)]) for times in (16, 17)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("growth", "part", "steps"), GROWING)
+def test_tokenizer_that_multiplies_a_text_is_refused(growth, part, steps, byte_tokenizer):
+    made = json.loads(byte_tokenizer.read_text())
+    plain = len(Tokenizer(json.dumps(made).encode(), "it").encode(b"x" * 64 + b"b"))
+    steps_of = "processors" if part == "post_processor" else f"{part}s"
+    for value in ({"type": "Sequence", steps_of: steps}, *steps[: part == "post_processor"]):
+        content = json.dumps(made | {part: value}).encode()
+        if growth <= tokens.MOST_GROWTH:
+            made_of = Tokenizer(content, "it")
+            assert growth != 1 or len(made_of.encode(b"ab")) == plain
+            assert part != "post_processor" or len(made_of.encode(b"x")) == growth
+            continue
+        with pytest.raises(ArbError, match=f"`it` may make a text {growth:,} times as long"):
+            Tokenizer(content, "it")
 
 
 def test_characters_come_as_soon_as_they_are_whole(tokenizer):

@@ -24,7 +24,7 @@ from arbcli.interop.gguf.container import Entry, GGUFFile
 from arbcli.interop.gguf.export import byte_symbols
 from arbcli.interop.gguf.tokens import PATTERNS, _ends, token_keys
 from arbcli.interop.huggingface.dense import known_shape, read, sources
-from arbcli.model.language_model import LanguageModel
+from arbcli.model.build import build_model
 
 TEXT = b"def main(self):\n    return 1\n"
 
@@ -116,7 +116,7 @@ def test_rows_of_queries_and_keys_are_turned_with_their_biases():
     architecture = known_shape(config).architecture
     assert architecture.interleaved
     with torch.device("meta"):
-        model = LanguageModel(config)
+        model = build_model(config)
     orders = [gguf._order(source, config, architecture) for source in sources(model)]
     assert {name for order in orders for name in order} == {
         f"blk.{index}.attn_{part}.{kind}"
@@ -196,12 +196,8 @@ def test_ends_of_texts_are_those_that_generation_has(tmp_path):
     assert _ends(tmp_path) == {"bos": 1, "eos": 7, "padding": 0}
 
 
-BYTEWISE = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": False,
-    "use_regex": True,
-}
+BYTEWISE = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
+            "use_regex": True}  # fmt: skip
 SPLIT = {"type": "Split", "pattern": {"Regex": [*PATTERNS][1]}, "behavior": "Isolated",
          "invert": False}  # fmt: skip
 TOKENIZER = {

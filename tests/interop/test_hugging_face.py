@@ -91,11 +91,7 @@ ATTENTION = {
 @pytest.mark.parametrize("kind", mostly_slow(ATTENTION, lambda kind: kind != "qwen2"))
 def test_transformers_reads_the_bytes_of_a_text(saved, tmp_path, kind, transformers):
     """Its own tokenizer of a Qwen 2 composes characters."""
-    fields = {
-        name if "." in name else f"attention.{name}": value
-        for name, value in ATTENTION[kind].items()
-    }
-    export(saved(sub_norms=False, fields=fields), "hf", out=tmp_path / "model")
+    export(saved(sub_norms=False, fields=ATTENTION[kind]), "hf", out=tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == kind
     for trust in (None, False, kind != "arb_byte_lm"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(

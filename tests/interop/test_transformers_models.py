@@ -80,10 +80,7 @@ def test_model_is_read_and_given_back(transformers, kind, tmp_path, monkeypatch)
     again = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).eval()
     assert type(again) is type(theirs)
     torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=1e-4)
-    if kind not in (
-        "Qwen 3, tied",
-        "Llama with biases and YaRN",
-    ):  # which have all kinds of tensors
+    if kind not in ("Qwen 3, tied", "Llama with biases and YaRN"):  # with all kinds of tensors
         return
     if kind == "Qwen 3, tied":  # some rows at a time, as of large ones
         monkeypatch.setattr(importing, "READ_AT_ONCE", 4000)
