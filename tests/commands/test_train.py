@@ -29,13 +29,10 @@ def test_train_prints_run_device_losses_and_checkpoint(text, tmp_path, arb_here,
     assert done.stdout == ""
     backend = default_backend(torch.device("cpu"))
     run = "runs/001-32x1-ternary-moment-muon-lr0.7-seed0"
-    for words in (f"run     {run}", "order-0 entropy", "ternary weights, rule moment",
-                  "never a GGUF file", "12 of 4 windows, by muon at lr 0.7, seed 0",
+    for words in (f"run     {run}", "12 of 4 windows, by muon at lr 0.7, seed 0", "never a GGUF",
                   f"device  cpu, backend {backend}", "step 10/12",
-                  "flipped", "held-out loss", "ln 256",
                   f"checkpoint     {run}/step-000012.safetensors"):  # fmt: skip
         assert words in done.stderr
-    assert "float parameters" not in done.stderr
     again = arb_here("train", "--resume", "auto", "--keep", "1", "--save-every", "9")
     assert again.returncode == 0
     assert again.stderr.startswith("the run is finished: all 12 steps are done, held-out loss")

@@ -79,6 +79,12 @@ def test_window_batch_equals_slices(tmp_path):
             part.window_batch([0, start], 7)
 
 
+def test_batch_never_changes_between_versions(tmp_path):
+    text = Text(write_all(tmp_path, [bytes(range(256))]))
+    inputs, _ = batch(text, seed=1, step=20, micro=3, **BATCH)
+    assert inputs[:, 0].tolist() == [207, 86, 55, 221]
+
+
 def test_batch_draws_every_window_alike(tmp_path):
     context, num_windows, expected = 8, 37, 1000
     text = Text(write_all(tmp_path, [bytes(range(num_windows + context))]))
@@ -218,6 +224,8 @@ def test_mixture_draws_by_weight_and_never_across(tmp_path):
     again = batch(texts.val, seed=1, step=2, micro=0, **about)
     assert torch.equal(again[0], inputs)
     assert len(texts.val) == 9200
+    heavier = open_texts([f"{tmp_path}/a:0.8", f"{tmp_path}/b:.25"], None, seed=0, context=8)
+    assert digest(heavier.train) != digest(texts.train)
 
 
 FILES = {

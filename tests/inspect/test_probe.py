@@ -327,26 +327,25 @@ def test_growth_is_reported_for_bytes_and_layers(text, monkeypatch):
     assert 5 < grown / sound.growth_by_position[4] < 8  # one of eight bytes, 40 times
 
 
-def test_nan_is_traced_to_the_module_that_makes_it(text, monkeypatch):
+@pytest.mark.parametrize(
+    ("path", "function", "what"),
+    [("blocks.1.mlp.output", "forward", "output of `{}` by step 0"),
+     ("blocks.0.attention.qkv.weight", "gradient", "gradient of `{}` by step 1")],
+)  # fmt: skip
+def test_nan_is_traced_to_the_module_or_weight_that_makes_it(
+    path, function, what, text, monkeypatch
+):
     trainer = trainer_of(text)
-    faulty = trainer.model.blocks[1].mlp.output
-    forward = faulty.forward
-    monkeypatch.setattr(faulty, "forward", lambda *x, **how: forward(*x, **how) * math.nan)
-    report = examine(trainer, 1)
-    assert report.first_nonfinite == "output of `blocks.1.mlp.output` by step 0"
-    assert names(report)[0] == "spike"
-    assert report.readings[-1].val_loss is None
-
-
-def test_nan_of_a_gradient_is_traced_to_its_weight(text, monkeypatch):
-    trainer = trainer_of(text)
-    weight = trainer.model.blocks[0].attention.qkv.weight
-    gradient = weight.gradient
-    monkeypatch.setattr(weight, "gradient", lambda *pair: gradient(*pair) / 0)
+    faulty = trainer.model.get_submodule(path)
+    sound = getattr(faulty, function)
+    monkeypatch.setattr(faulty, function, lambda *x, **how: sound(*x, **how) * math.nan)
     report = examine(trainer, 2)
-    assert report.first_nonfinite == "gradient of `blocks.0.attention.qkv.weight` by step 1"
+    assert report.first_nonfinite == what.format(path)
     assert names(report)[0] == "spike"
-    assert "`blocks.0.attention.qkv.weight` changed" in evidence(report, "dead")
+    if function == "gradient":
+        assert f"`{path}` changed" in evidence(report, "dead")
+    else:
+        assert report.readings[-1].val_loss is None
 
 
 def snapshot(run) -> dict:

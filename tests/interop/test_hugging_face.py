@@ -83,9 +83,9 @@ def test_special_tokens_and_template_of_a_run_go_along(saved, tmp_path):
 ATTENTION = {
     "qwen2": {"query_key_norm": "none", "bias": True}, "mistral": {"query_key_norm": "none"},
     "qwen3": {}, "llama": {"query_key_norm": "none", "bias": True, "output_bias": True},
-    "arb_byte_lm": {"sub_norm": True, "channel.sub_norm": True},
+    "arb_byte_lm": {"sub_norm": True},
 }  # fmt: skip
-"""Fields of attention by the `model_type` that they become."""
+"""Fields by the `model_type` that they become."""
 
 
 @pytest.mark.parametrize("kind", mostly_slow(ATTENTION, lambda kind: kind != "qwen2"))
