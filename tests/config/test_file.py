@@ -1,6 +1,8 @@
 """Settings from a file are those of the options, and what is not a setting is refused."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -47,30 +49,17 @@ def test_few_settings_are_enough(tmp_path):
     assert read_settings(path) == {}
 
 
-WRONG = {
-    "steps": "is not TOML",
-    "stepps = 1": "has no setting `stepps`",
-    "dim = 32": "`dim` in `.*` is a setting of the model",
-    "[model]\nwidth = 3": "has no setting `model.width`",
-    "[model]\ncomposite = { sound = 1 }": "has `model.composite`, which only a model with stages",
-    'steps = "many"': "`steps` in `.*` is `many`",
-    "steps = true": "`steps` in `.*` is `True`",
-    "lr = [1.0]": "`lr` in `.*` is ",
-    "data = [1]": "`data` in `.*` is ",
-    "[model]\nsub_norms = 1": "`model.sub_norms` in `.*` is `1`",
-    "[model]\ntscale_type = 'T8'\nscale_type = 'T32'": "`tscale_type=T8` and `scale_type=T32`",
-    "[model.block.a]\n[[model.stages]]\ndim = 8": r"write stages as `\[\[model.stage\]\]`",
-    "model = 1": "has no settings by name",
-    "preset = 1": "`preset` of `.*` is `1`",
-}
+RECORDED = Path(__file__).with_name("wrong_settings.txt").read_text(encoding="utf-8")
+"""Files of a line, and the beginning of the error."""
 
 
-@pytest.mark.parametrize("text", WRONG)
-def test_wrong_file_is_refused(tmp_path, text):
+@pytest.mark.parametrize(("text", "said"), re.findall(r"(.*)\n  (.*)\n", RECORDED))
+def test_wrong_file_is_refused(tmp_path, text, said):
     path = tmp_path / "run.toml"
     path.write_text(text)
-    with pytest.raises(ArbError, match=WRONG[text]) as caught:
+    with pytest.raises(ArbError) as caught:
         read_settings(path)
+    assert str(caught.value).replace(str(path), "FILE").startswith(said)
     assert caught.value.hint
 
 

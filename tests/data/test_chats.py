@@ -1,7 +1,9 @@
 """Chats as documents: what is learnt, how windows are filled, and that documents stay apart."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -147,29 +149,15 @@ def test_conversation_ends_where_its_model_says_and_remembers(
         Conversation(model, path, "<|im_end|>")
 
 
-@pytest.mark.parametrize(
-    ("record", "why"),
-    [
-        ([1], "it is not an object"),
-        ({"messages": "hi"}, "not a list of objects"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "no message has the role"),
-        ({"messages": [{"content": "a"}]}, "no `role`"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "the `content` of a message"),
-        (chat("a", "b") | {"tools": [{"name": "clock"}]}, "the chat template does not read them"),
-        (chat("a", "b") | {"chat_template_kwargs": {"x": 1}}, "its `chat_template_kwargs`"),
-        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "not 0 or 1"),
-        ({"messages": [{"role": "assistant", "content": "a", "train": False}]}, "the `train` of"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}, "not a text"),
-        ({"conversations": [{"from": "alien", "value": "a"}]}, "a message is from `alien`"),
-        (chat("<|im_end|>", "b"), "is a special token"),
-        (chat("a", "\ud800"), "surrogates"),
-    ],
-)
-def test_damaged_record_is_refused_by_its_place(tmp_path, tokenizer, record, why):
-    with pytest.raises(ArbError, match=r"record at byte 0 of .*") as caught:
-        chats(tmp_path, tokenizer, [record])
-    assert why in str(caught.value)
-    assert "\n" not in str(caught.value)
+RECORDED = Path(__file__).with_name("damaged_chats.txt").read_text(encoding="utf-8")
+"""Records, and what is said of each after its place."""
+
+
+@pytest.mark.parametrize(("record", "said"), re.findall(r"(.*)\n  (.*)\n", RECORDED))
+def test_damaged_record_is_refused_by_its_place(tmp_path, tokenizer, record, said):
+    with pytest.raises(ArbError) as caught:
+        chats(tmp_path, tokenizer, [json.loads(record)])
+    assert str(caught.value) == f"the record at byte 0 of `{tmp_path / 'chats.jsonl'}`: {said}"
 
 
 @pytest.mark.parametrize("room", [5, 17, 300])
