@@ -31,14 +31,7 @@ def weights(trits, scales, group: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "group", "columns"),
-    [
-        (Q4_0, 32, 32),
-        (Q4_0, 32, 704),
-        (Q4_0, 96, 704),
-        (Q2_0, 64, 704),
-        (Q2_0, 128, 704),
-        (Q8_0, 32, 96),
-    ],
+    [(Q4_0, 32, 32), (Q4_0, 96, 704), (Q2_0, 64, 704), (Q2_0, 128, 704), (Q8_0, 32, 96)],
 )
 def test_blocks_of_trits_decode_to_the_same_weights(kind, group, columns):
     trits, scales = trits_and_scales(3, columns, group)
