@@ -44,6 +44,7 @@ SCENES: dict[str, list[str]] = {
     "check a finished run": ["check", "a"],
     "inspect": ["inspect", "a"],
     "inspect two": ["inspect", "a/step-000004.safetensors", "--diff", "a"],
+    "compare": ["compare", "a"],
     "evaluate": ["evaluate", "--checkpoint", "a", "--data", "val.txt", "--stride", "5",
                  "--batch", "2", *PLACE],
     "generate": ["generate", "--checkpoint", "a", "--prompt", "It is ", "--length", "6",

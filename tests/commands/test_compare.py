@@ -1,7 +1,6 @@
 """Runs that differ only in their seed are one row; settings that differ are named."""
 
 import json
-import math
 
 import pytest
 from made_runs import make_run, record
@@ -104,14 +103,6 @@ def test_runs_of_a_folder_have_no_links(tmp_path):
     assert list_runs(folder) == [folder / "a", folder / "b"]
     with pytest.raises(ArbError, match="cannot read"):
         list_runs(tmp_path / "nowhere")
-
-
-def test_command_prints_groups_and_runs_as_json(tmp_path, arb_json):
-    for name, seed in (("a", 0), ("b", 1)):
-        make_run(tmp_path / name, [record(20, 2.0 + seed, 2.5 + seed)], seed=seed)
-    report = arb_json("compare", str(tmp_path / "a"), str(tmp_path / "b"))
-    assert report["groups"][0]["val_loss"] == {"mean": 3.0, "deviation": math.sqrt(0.5)}
-    assert [run["step"] for run in report["runs"]] == [20, 20]
 
 
 def test_unfit_paths_are_one_line(tmp_path, arb_error):

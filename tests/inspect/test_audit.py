@@ -63,10 +63,8 @@ def test_audit_measures_every_stage():
     assert all(level.peak_bytes >= level.live_bytes for level in report.levels)
     assert report.peak_bytes == max(level.peak_bytes for level in report.levels[1:])
     assert report.levels[-1].peak_bytes < report.peak_bytes  # of the end of a step, and no more
-    assert (report.device, report.backend, report.compute) == (
-        "cpu", default_backend(torch.device("cpu")), "bf16",
-    )  # fmt: skip
-    assert (report.batch, report.accum, report.steps) == (2, 2, 2)
+    assert (report.backend, report.compute) == (default_backend(CPU), "bf16")
+    assert (report.device, report.batch, report.accum, report.steps) == ("cpu", 2, 2, 2)
 
 
 def test_audit_without_memory_names_the_predicted_peak(monkeypatch):
@@ -172,8 +170,7 @@ def test_room_for_a_trace_is_that_of_all_batches_of_a_step(monkeypatch):
     assert "`--batch`" in hint
 
 
-SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
-CONFIG = {"device": "cpu", "backend": "torch", "compute": "fp32", "steps": 2} | SHAPE
+CONFIG = TINY | {"layers": 2, "backend": "torch", "compute": "fp32", "steps": 2}
 MATRICES = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.output")
 
 
