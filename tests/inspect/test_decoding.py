@@ -24,15 +24,8 @@ PREFILL = 17
 
 
 @pytest.fixture
-def config(small_text):
-    return lambda **options: new_config(**SMALL | options, data=[small_text])
-
-
-@pytest.fixture(scope="module")
-def small_text(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(b"".join(b"%d trits are %d bytes. " % (n, n // 5) for n in range(2000)))
-    return str(path)
+def config(numbers):
+    return lambda **options: new_config(**SMALL | options, data=[numbers])
 
 
 @torch.no_grad()

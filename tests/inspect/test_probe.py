@@ -37,10 +37,8 @@ TIMID = {"lr": 0.002, "steps": 3}
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(b"".join(b"%d trits are %d bytes. " % (n, n // 5) for n in range(2000)))
-    return str(path)
+def text(numbers) -> str:
+    return numbers
 
 
 @pytest.fixture(scope="module")
@@ -381,10 +379,9 @@ def test_options_replace_those_of_the_run_and_another_text_its_texts(run, text, 
         lambda _, facts: dataclasses.replace(train_config_from(facts), val=("v.txt",), field="a"),
     )
     given = {"batch": 3, "lr": 0.5, "device": "cpu", "backend": "torch"}
-    for texts, val, field in (
-        ({}, ("v.txt",), "a"), ({"data": [text]}, (), None),
-        ({"data": [text], "val": ["w.txt"], "field": "body"}, ("w.txt",), "body"),
-    ):  # fmt: skip
+    named = {"data": [text], "val": ["w.txt"], "field": "body"}
+    expected = ({}, ("v.txt",), "a"), ({"data": [text]}, (), None), (named, ("w.txt",), "body")
+    for texts, val, field in expected:
         config, _ = open_saved(run, steps=1, note=print, **given | texts)
         assert (config.val, config.field, config.data) == (val, field, (text,))
         assert {name: getattr(config, name) for name in given} == given
