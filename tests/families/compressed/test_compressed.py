@@ -135,6 +135,16 @@ def test_options_agree_with_their_reference(small_compressed, device):
 WIDE = {"heads": 128, "head_width": 512, "kv_heads": 1, "rotary": 64}
 
 
+def test_ten_bytes_give_two_entries_of_four():
+    assert list(Sight(128, 4, 100).groups(10)) == [0, 1, 2]
+    lm = build_model(preset("tiny", attention="compressed", ctx=10, layers=1), torch.float32)
+    cache = lm.new_cache(10)
+    with torch.no_grad():
+        lm(text(1, 10), cache)
+    assert cache.main.blocks[0].choice[:2].tolist() == [0, 1]
+    assert (cache.main.blocks[0].entries.codes.norm(dim=(1, 2)) > 0).sum() == 2
+
+
 def test_128_heads_of_512_with_one_head_of_keys_are_predicted_and_step():
     small = preset(
         "tiny", attention="compressed", dim=8, layers=1, ffn=8, ctx=8, ratios=(4,), top_k=1,
