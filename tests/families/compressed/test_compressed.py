@@ -146,6 +146,8 @@ def test_ten_bytes_give_two_entries_of_four():
 
 
 def test_128_heads_of_512_with_one_head_of_keys_are_predicted_and_step():
+    large = preset("arb-deep", dim=7168, experts=384, top_k_experts=6, **WIDE)
+    assert 1e11 < predict(large).total.weights < 2e11
     small = preset(
         "tiny", attention="compressed", dim=8, layers=1, ffn=8, ctx=8, ratios=(4,), top_k=1,
         index_heads=1, index_width=8, direction="factored", **WIDE,
