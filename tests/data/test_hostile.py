@@ -14,9 +14,9 @@ from arbcli.base.run_files import latest_run
 from arbcli.config.presets import config_from_dict
 from arbcli.generation.load import load_model
 from arbcli.model.build import build_model
+from arbcli.model.checkpoint import _canonical, _seal
 from arbcli.training.observer import Observer
 from arbcli.training.resume import resume_run
-from tests.model.test_checkpoint import pack, reseal, unpack
 
 
 def change_model(**changes):
@@ -64,6 +64,25 @@ def test_hostile_configuration_is_refused_by_name(number, finished_run, tmp_path
     header, data = unpack((finished_run / "step-000001.safetensors").read_bytes())
     config = HOSTILE[number](saved_config(header))
     assert_refused(tmp_path, pack(reseal(header, {"config": config}), data))
+
+
+def pack(header: dict, data: bytes = b"") -> bytes:
+    """Join a canonical header and data."""
+    text = _canonical(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def unpack(data: bytes) -> tuple[dict, bytes]:
+    """Split a file into its header and the data."""
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def reseal(header: dict, changes: dict[str, object]) -> dict:
+    """Change fields of the metadata and make the digest of the whole agree with them."""
+    metadata = json.loads(header["__metadata__"]["arb"]) | changes
+    return header | {"__metadata__": {"arb": _canonical(_seal(metadata))}}
 
 
 def saved_config(header: dict) -> dict:
