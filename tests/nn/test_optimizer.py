@@ -70,9 +70,9 @@ def digits(model: nn.Module) -> dict:
 
 
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
-def test_a_step_that_ends_early_steps_weights(rule):
+def test_a_step_that_ends_early_steps_weights_and_scales(rule):
     model, optimizer, ids = build(rule, accumulation=4, lr=2.0)
-    before = digits(model)
+    before, state_before = digits(model), state(model)
     for _ in range(3):
         loss(model, ids).backward()
     # `carry` steps with each gradient
@@ -80,6 +80,8 @@ def test_a_step_that_ends_early_steps_weights(rule):
     optimizer.step()
     after = digits(model)
     assert all(not torch.equal(part, before[name]) for name, part in after.items())
+    fractions = {name: part for name, part in state(model).items() if name.endswith("fraction")}
+    assert any(not torch.equal(part, state_before[name]) for name, part in fractions.items())
     loss(model, ids).backward()  # the next step begins
     assert optimizer.state_dict()["state"][0]["step_of_run"] == 1
 
