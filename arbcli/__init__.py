@@ -103,7 +103,11 @@ def train(
 
 
 def resume(
-    run: Path | str, *, steps: int | None = None, observer: "Observer | None" = None
+    run: Path | str,
+    *,
+    steps: int | None = None,
+    observer: "Observer | None" = None,
+    **changes: Any,
 ) -> "TrainReport":
     """Resume a run, or from a checkpoint in one: see `arbcli.training.resume.resume_run`.
 
@@ -111,15 +115,17 @@ def resume(
         run: a run directory, or a checkpoint in one.
         steps: new total number of steps; None keeps the run's own.
         observer: receives records and messages; None discards them.
+        changes: new values of settings on which no weight depends, such as `save_every=500`.
 
     Raises:
-        ArbError: there is no checkpoint to resume, or the training text has changed.
+        ArbError: there is no checkpoint to resume, the training text has changed, or a setting
+            cannot change.
     """
     set_environment()
     from arbcli.training.observer import Observer
     from arbcli.training.resume import resume_run
 
-    return resume_run(Path(run), observer or Observer(), steps=steps)
+    return resume_run(Path(run), observer or Observer(), steps=steps, **changes)
 
 
 @overload

@@ -23,7 +23,13 @@ from arbcli.commands.check import print_check
 from arbcli.config.file import read_settings, settings_text
 from arbcli.config.initial import is_kept
 from arbcli.config.settings import OPTIMISATION, OUTPUT, RUN
-from arbcli.config.training import RUN_SETTINGS, TrainConfig, train_config_dict, trains_ternary
+from arbcli.config.training import (
+    CHANGEABLE,
+    RUN_SETTINGS,
+    TrainConfig,
+    train_config_dict,
+    trains_ternary,
+)
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.model.rules import LR_OF_FADING_TUNING, LR_OF_TUNING
 from arbcli.training.observer import Observers
@@ -52,11 +58,6 @@ EXCLUDED = {
     "--minutes": ("--steps",),
 }  # fmt: skip
 """Options that cannot be combined with another one."""
-CHANGEABLE = (
-    "steps", "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best",
-    "patience", "recompute",
-)  # fmt: skip
-"""Settings that a resume may change; only that of the steps changes weights, of later steps."""
 
 
 _MINUTES = typer.Option(

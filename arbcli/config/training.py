@@ -61,6 +61,11 @@ MOST_FINELY_SUMMED = 16
 """Maximum number of micro-batches that `int16` sums in 16 bits; `int12` sums 64."""
 MOST_PARTS = {"int8": 2**20, "int12": 2**16, "int16": 2**12}
 """Maximum number of micro-batches per step whose sum cannot overflow, by `reduce_dtype`."""
+CHANGEABLE = (
+    "steps", "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best",
+    "patience", "recompute",
+)  # fmt: skip
+"""Settings that a resume may change; only that of the steps changes weights, of later steps."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
 """Choices of `optimizer` by the kind of weights."""
 FLOAT_WEIGHT_DECAY = 0.1

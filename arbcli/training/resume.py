@@ -17,7 +17,12 @@ from arbcli.base.errors import ArbError, quoted, shell_word
 from arbcli.base.run_files import CONFIG, checkpoint_path, checkpoints, directory_of
 from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
-from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
+from arbcli.config.training import (
+    CHANGEABLE,
+    TrainConfig,
+    train_config_dict,
+    train_config_from,
+)
 from arbcli.kernels.runtime import device as devices
 from arbcli.model.checkpoint import (
     Accept,
@@ -87,11 +92,18 @@ def resume_run(
         backend: kernel backend; None is that of the run.
         steps: new total number of steps, which also changes the schedule.
         profile: number of steps to trace with torch's profiler: see `start_run`.
-        changes: new values of other settings, on which no weight depends; they are recorded.
+        changes: new values of others of `CHANGEABLE`, on which no weight depends; they are
+            recorded.
 
     Raises:
-        ArbError: there is no usable checkpoint, the text has changed, or a new value is invalid.
+        ArbError: there is no usable checkpoint, the text has changed, a setting cannot change, or a
+            new value is invalid.
     """
+    if fixed := sorted(changes.keys() - {*CHANGEABLE}):
+        raise ArbError(
+            f"`{fixed[0]}` of a run cannot change",
+            f"start a new run from its weights with `init_from`, or change: {quoted(CHANGEABLE)}",
+        )
     run = directory_of(path)
     facts = directory.read_facts(run)
     config = directory.run_config(run, facts)

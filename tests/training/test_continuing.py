@@ -8,11 +8,11 @@ import pytest
 import torch
 from made_runs import observer_with, read_records
 
+import arbcli
 from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import checkpoints
-from arbcli.commands.train import CHANGEABLE
-from arbcli.config.training import train_config_from
+from arbcli.config.training import CHANGEABLE, train_config_from
 from arbcli.generation.load import load_model, read_saved, saved_config
 from arbcli.interop.exporting import export
 from arbcli.kernels.runtime.backend import default_backend
@@ -79,7 +79,7 @@ def test_settings_that_change_no_weight_may_be_changed(text, tmp_path):
     assert not check_run(back).removes
     removed = check_run(back, **changes).removes
     assert removed == ("step-000002.safetensors", "step-000000.safetensors")
-    assert resume_run(back, Observer(), **changes).steps == 8
+    assert arbcli.resume(back, **changes).steps == 8
     assert train_config_from(read_facts(run)) == new_config(**options | changes)
     assert [path.name for path in checkpoints(run)] == [
         "step-000008.safetensors",
@@ -97,6 +97,8 @@ def test_settings_that_change_no_weight_may_be_changed(text, tmp_path):
         resume_run(run, Observer(), save_every=0)
     with pytest.raises(ArbError, match="has done 8 steps"):
         resume_run(run, Observer(), steps=7, keep=1)
+    with pytest.raises(ArbError, match="`lr` of a run cannot change"):
+        arbcli.resume(run, lr=0.1, keep=1)
     assert read_facts(run)["config"]["keep"] == 2
 
 
