@@ -305,7 +305,7 @@ def check_texts(settings: dict[str, Any]) -> None:
     for kind in MEDIA.keys() - {medium_of(path.name) for path in paths}:
         if settings.get(kind):
             raise ArbError(
-                f"`--{kind}` only applies to {kind}s, and no text is one", "leave it out"
+                f"`--{kind}` only applies to {kind}s, and the data has none", "leave it out"
             )
 
 

@@ -101,9 +101,9 @@ def check_run(path: Path, steps: int | None = None, **changes: Any) -> CheckRepo
         if FIELD in checkpoint.data:
             recent_steps.add(checkpoint.step)
 
-    found = {file: _check_checkpoint(file, accept) for file in checkpoints(run)}
+    verified = {file: _check_checkpoint(file, accept) for file in checkpoints(run)}
     # a run that is training removes files
-    verified = {file: finding for file, finding in found.items() if file.exists()}
+    verified = {file: finding for file, finding in verified.items() if file.exists()}
     findings += [*verified.values(), *(_check_checkpoint(f, accept) for f in best_checkpoints(run))]
     findings += _left_over(run)
     resumes_at = None

@@ -40,7 +40,7 @@ dim = 32
 blocks = "near*2 far"
 """
 RECORDED = Path(__file__).with_name("wrong_models.txt").read_text(encoding="utf-8")
-"""What is replaced in the good file by what, and the beginning of the error."""
+"""Text of the good file, its replacement, and the beginning of the error."""
 WRONG = [
     *re.findall(r"^(.*) => ?(.*)\n  (.*)", RECORDED, re.MULTILINE),
     ("ctx = 64", "ctx = 64\nhead" + ".a" * 2_000 + " = 1", "`FILE` is not TOML: it is nested"),

@@ -14,6 +14,7 @@ normalised keys: see docs/performance.md.
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.decode_digits import from_e4m3
 from arbcli.kernels.matmul.quantise_rows import E4M3, largest_of_rows, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 
@@ -126,12 +127,7 @@ def quantise_halves(x1, x2, E4M3: tl.constexpr, NATIVE: tl.constexpr):
 def numbers_of(codes, E4M3: tl.constexpr, NATIVE: tl.constexpr):
     """Convert codes to float32, exactly and without scaling."""
     if E4M3:
-        if NATIVE:
-            return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        bits = codes.to(tl.int32)
-        # as exponent and mantissa of a float32, e4m3 bits are 2**120 too small
-        small = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
-        return small * 1.329227995784916e36  # 2**120
+        return from_e4m3(codes, NATIVE)
     return codes.to(tl.float32)
 
 

@@ -131,6 +131,17 @@ def to_e4m3(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def from_e4m3(codes, NATIVE: tl.constexpr):
+    """Convert the bits of e4m3 to float32, exactly."""
+    if NATIVE:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    bits = codes.to(tl.int32)
+    # as exponent and mantissa of a float32, e4m3 bits are 2**120 too small
+    small = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
+    return small * 1.329227995784916e36  # 2**120
+
+
+@triton.jit
 def _decode_digits_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
     N, K, blocks,

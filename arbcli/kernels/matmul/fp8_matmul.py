@@ -14,7 +14,7 @@ from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
 from arbcli.kernels.runtime.operation import Operation
 
 MULTIPLE = 16
-"""Required divisor of both sizes of a matrix."""
+"""Required divisor of both sizes of a matrix, and of the summed dimension of FP8 products."""
 
 
 def _fp8_matmul_torch(

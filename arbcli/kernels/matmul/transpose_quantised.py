@@ -9,15 +9,13 @@ these are 2**-13 of the largest number or less.
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.eight_bits import numbers_of
-from arbcli.kernels.codec.decode_digits import to_e4m3
+from arbcli.kernels.codec.decode_digits import from_e4m3, to_e4m3
+from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
-MULTIPLE = 16
-"""Divisor of the summed dimension of FP8 products."""
 BLOCK_M, BLOCK_D = 128, 64
 """Rows and columns of a program."""
 
@@ -50,7 +48,7 @@ def _transpose_quantised_kernel(
     q_ptrs = q_ptr + offs_m[:, None] * D + offs_d[None, :]
     q = tl.load(q_ptrs, mask=mask_m[:, None] & mask_d[None, :], other=0)
     factor = tl.load(factor_ptr + offs_m, mask=mask_m, other=0)
-    moved = to_e4m3(numbers_of(q, True, NATIVE) * factor[:, None], NATIVE)
+    moved = to_e4m3(from_e4m3(q, NATIVE) * factor[:, None], NATIVE)
     # rows beyond the last are zeros, up to the padded length
     transposed_ptrs = transposed_ptr + offs_d[:, None] * padded + offs_m[None, :]
     tl.store(transposed_ptrs, tl.trans(moved), mask=mask_d[:, None] & (offs_m < padded)[None, :])

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.families.compressed.kernels.choose_entries import store_best
-from arbcli.kernels.attention.eight_bits import numbers_of
 from arbcli.kernels.attention.rotary_norm import rotate
+from arbcli.kernels.codec.decode_digits import from_e4m3
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
@@ -123,8 +123,8 @@ def _choose_next_kernel(
             both = (slot < E)[:, None] & mask
             n1, n2 = tl.load(ptrs, mask=both, other=0), tl.load(ptrs + HALF, mask=both, other=0)
             if EIGHT:
-                n1 = numbers_of(n1, True, NATIVE).to(dtype)
-                n2 = numbers_of(n2, True, NATIVE).to(dtype)
+                n1 = from_e4m3(n1, NATIVE).to(dtype)
+                n2 = from_e4m3(n2, NATIVE).to(dtype)
             dots = tl.dot(n1, tl.trans(q1), input_precision=PRECISION)
             dots = tl.dot(n2, tl.trans(q2), dots, input_precision=PRECISION)
             slot_scores = tl.sum(tl.maximum(dots, 0) * w[None, :], axis=1)

@@ -16,6 +16,7 @@ Source: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Infe
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.decode_digits import from_e4m3
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
@@ -56,16 +57,6 @@ def _round_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _number_of_scale(code, NATIVE: tl.constexpr):
-    """Decode the bits of non-negative e4m3 numbers to float32."""
-    if NATIVE:
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    code = code.to(tl.int32)
-    normal = ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
-
-
-@triton.jit
 def _nvfp4_kernel(
     x_ptr, largest_ptr, y_ptr,
     M, K, stride_xm, stride_xk,
@@ -81,7 +72,7 @@ def _nvfp4_kernel(
     t = x * ((264 - field) << 23).to(tl.float32, bitcast=True)
     size = tl.abs(t)
     bits = to_e4m3(tl.minimum(tl.max(size, axis=2) * _SIXTH, _LARGEST), NATIVE)
-    s = _number_of_scale(bits, NATIVE)[:, :, None]
+    s = from_e4m3(bits, NATIVE)[:, :, None]
     # comparisons instead of a quotient give the same bits on every backend
     code = (size > 0.25 * s).to(tl.int32) + (size >= 0.75 * s).to(tl.int32)
     code += (size > 1.25 * s).to(tl.int32) + (size >= 1.75 * s).to(tl.int32)

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.kernels.matmul.transpose_quantised import MULTIPLE, transpose_quantised
+from arbcli.kernels.matmul.transpose_quantised import transpose_quantised
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.quantise_rows import (
     codes_to_float32,
