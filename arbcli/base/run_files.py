@@ -15,13 +15,20 @@ COMPANIONS = "hugging_face"
 """Folder of a run with other files of an imported model, which exports include."""
 RUNS = Path("runs")
 """Default directory of runs."""
-_FILE_NAME = re.compile(r"step-([0-9]{6,})\.safetensors")
-_BEST_NAME = re.compile(r"best-([0-9]{6,})\.safetensors")
+_FILE_NAME = re.compile(r"step-([0-9]{6,})(?:\.float)?\.safetensors")
+_BEST_NAME = re.compile(r"best-([0-9]{6,})(?:\.float)?\.safetensors")
 
 
-def checkpoint_path(directory: Path, step: int) -> Path:
-    """Return the path of the checkpoint of a step."""
-    return directory / f"step-{step:06d}.safetensors"
+def checkpoint_path(directory: Path, step: int, weights: str = "ternary") -> Path:
+    """Return the path of the checkpoint of a step; the name says whether it is of a baseline.
+
+    Args:
+        directory: directory of the run.
+        step: number of steps done.
+        weights: `weights` of the model: `ternary`, or that of a float baseline.
+    """
+    form = "" if weights == "ternary" else ".float"
+    return directory / f"step-{step:06d}{form}.safetensors"
 
 
 def checkpoints(directory: Path) -> list[Path]:

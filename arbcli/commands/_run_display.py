@@ -243,8 +243,7 @@ class RunDisplay(Observer):
             note(f"               {report.entropy:.4f} nats is the text's order-0 entropy,")
             note(f"               {self._uniform()}")
             note(f"time           {clock(report.seconds)}")
-        why = NOT_SAVED if report.run is None else "a float baseline is measured, not kept"
-        note(f"checkpoint     {report.checkpoint or f'none: {why}'}")
+        note(f"checkpoint     {report.checkpoint or f'none: {NOT_SAVED}'}")
 
 
 def _compile_time(first: "FirstStep") -> str:

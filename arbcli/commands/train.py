@@ -329,11 +329,14 @@ def _choose_step(
 ) -> dict[str, Any]:
     """Choose the windows of a step, print a note, and return the settings: see `choose_step`.
 
-    With `sets_steps`, the steps of a short text are those of `EPOCHS` passes.
+    With `sets_steps`, the steps of a short text are those of `EPOCHS` passes. For a float baseline,
+    whose memory is not predicted, nothing is chosen.
 
     Raises:
         ArbError: no window fits into the memory.
     """
+    if config.model.weights != "ternary":
+        return {}
     import torch
 
     from arbcli.inspect.recipe import EPOCHS, choose_step, usable_bytes

@@ -40,6 +40,12 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
                 f"the run has {ours:,} symbols, and the saved model {theirs:,}",
                 "leave `--tokenizer` out: symbols are those of the saved model",
             )
+        if name == "weights":
+            raise ArbError(
+                f"`weights` is {ours}, and {theirs} in the saved model",
+                "convert the saved model: `arb export --to hf`, then `arb import` of that folder",
+                fields=(name,),
+            )
         raise ArbError(
             f"`{name}` is {ours}, and {theirs} in the saved model",
             "build the run's configuration from the saved model, with `preset=saved_config(...)`",

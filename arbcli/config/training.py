@@ -71,10 +71,9 @@ OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw",
 FLOAT_WEIGHT_DECAY = 0.1
 """Default `weight_decay` of float baselines."""
 OF_TERNARY = {
-    "scale_losses": "scales", "weight_average": "average", "teacher": "teacher",
-    "reduce_dtype": "rounded gradients", "compute=fp8": "products in eight bits",
-    "compute=fp8-backward": "products in eight bits",
-    "compute=nvfp4": "products in four bits", "pack": "packed gates", "keep_best": "checkpoint",
+    "scale_losses": "scales", "teacher": "teacher", "reduce_dtype": "rounded gradients",
+    "compute=fp8": "products in eight bits", "compute=fp8-backward": "products in eight bits",
+    "compute=nvfp4": "products in four bits", "pack": "packed gates",
 }  # fmt: skip
 """Settings that a float baseline refuses, with the property that it lacks."""
 OF_REMAINDERS = {"weight_average": "average", "weight_decay": "remainder that could decay"}
@@ -208,7 +207,7 @@ class TrainConfig:
     weight_average: int = of_learning(
         0,
         "Evaluate, sample and export an average of the weights over about so many steps, in"
-        " int8; 0 averages nothing.",
+        " int8, or float32 for baselines; 0 averages nothing.",
         minimum=0,
         decisive=False,
     )
@@ -421,8 +420,8 @@ class TrainConfig:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the checkpoint of the lowest held-out loss is kept; baselines have none."""
-        return self.keep_best or (self.patience is not None and self.model.weights == "ternary")
+        """Whether the checkpoint of the lowest held-out loss is kept."""
+        return self.keep_best or self.patience is not None
 
     @property
     def decay(self) -> float:

@@ -21,6 +21,9 @@ from arbcli.generation.tokens import saved_tokenizer
 from arbcli.kernels.runtime.device import COMPUTE, check_room, default_compute, resolve_device
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import (
+    FLOAT_STATE,
+    LATENT,
+    LATENT_AVERAGE,
     Accept,
     Checkpoint,
     check_layout,
@@ -131,7 +134,8 @@ def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
 def accept_weights(checkpoint: Checkpoint) -> set[str]:
     """Check like `check_saved`, and select the tensors that are not training state."""
     check_saved(checkpoint)
-    return set(empty_model(checkpoint, weights_only=True).state_dict())
+    averages = {name for name in checkpoint.tensors if name.endswith(LATENT_AVERAGE)}
+    return averages | set(empty_model(checkpoint, weights_only=True).state_dict())
 
 
 def empty_model(
@@ -189,7 +193,9 @@ def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = 
     for best in best_checkpoints(path):
         if step_of(best) < checkpoint.step:
             note(f"reading step {checkpoint.step:,}; `{best}` had the lowest held-out loss")
-    return SavedModel(checkpoint_path(path, checkpoint.step), load_averages(checkpoint))
+    weights = checkpoint.config.get("weights", "ternary")
+    file = checkpoint_path(path, checkpoint.step, weights)
+    return SavedModel(file, load_averages(checkpoint))
 
 
 def _with_context(path: Path, checkpoint: Checkpoint) -> SavedModel:
@@ -203,12 +209,17 @@ def _with_context(path: Path, checkpoint: Checkpoint) -> SavedModel:
 
 
 def load_averages(checkpoint: Checkpoint) -> Checkpoint:
-    """Replace the digits of all weights by those of their averages, if there are any."""
+    """Replace weights by their averages, if any, and drop the optimizer state of a baseline."""
+    tensors = {
+        name: checkpoint.tensors.get(f"{name}_average", part)
+        for name, part in checkpoint.tensors.items()
+        if name.rpartition(".")[2] not in FLOAT_STATE
+    }
+    checkpoint = dataclasses.replace(checkpoint, tensors=tensors)
     if "average" not in checkpoint.data:
         return checkpoint
     from arbcli.model.averages import split_average  # most checkpoints have none
 
-    tensors = dict(checkpoint.tensors)
     for name, weight in empty_model(checkpoint).packed_tensors().items():
         average = tensors.pop(f"{name}.average", None)
         if average is not None:
@@ -254,7 +265,12 @@ def check_saved(checkpoint: Checkpoint) -> None:
             f"it has {len(tensors)} tensors, and its configuration {blocks} blocks",
             "the file was modified: use another one",
         )
-    check_layout(tensors, empty_model(checkpoint).state_dict())
+    expected = empty_model(checkpoint).state_dict()
+    for name in tensors:  # the state of a float baseline's optimizer
+        weight, _, kind = name.rpartition(".")
+        if kind in FLOAT_STATE and f"{weight}.{LATENT}" in expected:
+            expected[name] = expected[f"{weight}.{LATENT}"]
+    check_layout(tensors, expected)
     size = sum(tensor.nbytes for tensor in tensors.values())
     check_room(2 * size, "to read it, and make its model,", "use a machine with more memory")
 

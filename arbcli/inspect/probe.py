@@ -111,6 +111,8 @@ def open_saved(
     run = path if path.is_dir() else path.parent
     checkpoint = read_saved(path, note).checkpoint
     config = run_config(run, read_facts(run))
+    if config.model.weights != "ternary":
+        raise ArbError("a float baseline has no integers to probe", "name a run of packed weights")
     place = resolve_device(device)
     if "data" in settings:
         settings.setdefault("val", ())

@@ -26,7 +26,7 @@ from arbcli.interop.huggingface.folder import INDEX, WEIGHTS
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.model.checkpoint import Checkpoint, is_export
-from arbcli.model.packed import TernaryTensor
+from arbcli.model.packed import Weight
 from arbcli.training.directory import FACTS
 from arbcli.training.record import METRICS, finite, read_all_records
 
@@ -36,6 +36,8 @@ ORIGIN = {"step": int | None, "origin": str | None}
 """Metadata of the checkpoint in an export."""
 _AREAS = {"attn": "attention", "ffn": "mlp", "token": "embedding", "output": "head"}
 """Areas of GGUF matrices, by the start of the name after the number of the block."""
+FLOATS = "float32"
+"""Area of the weights of a float baseline."""
 _OTHER = "other"
 """Area of a matrix that arb does not name."""
 
@@ -130,12 +132,12 @@ def _open_packed(path: Path, checkpoint: Checkpoint) -> Saved:
 
     def weights() -> Decoders:
         if shape_of(model.config) is None:
-            return {name: partial(tensor.weight) for name, tensor in packed.items()}
+            return {name: _decoder(weight) for name, weight in model.weights().items()}
         return {
             part.gguf: _decoder(source.tensor, part.rows)
             for source in sources(model)
             for part in source.parts
-            if len(part.shape) == 2 and isinstance(source.tensor, TernaryTensor)
+            if len(part.shape) == 2 and source.tensor is not None
         }
 
     def state() -> Decoders:
@@ -147,6 +149,10 @@ def _open_packed(path: Path, checkpoint: Checkpoint) -> Saved:
             for name, tensor in checkpoint.tensors.items()
         }
 
+    def bytes_by_area() -> dict[str, Counter]:
+        floats = sum(weight.nbytes for weight in model.parameters())
+        return sizes_by_area(model) | ({FLOATS: Counter({FLOATS: floats})} if floats else {})
+
     def histograms() -> Histograms:
         signs: dict[str, list[int]] = {}
         octaves: dict[str, Counter] = {}
@@ -155,6 +161,9 @@ def _open_packed(path: Path, checkpoint: Checkpoint) -> Saved:
                 trits = unpack_trits(tensor.trits[rows], tensor.in_features)
                 _count_signs(signs, tensor.area, trits)
             _count_values(octaves, tensor.area, tensor.exponent)
+        for weight in model.parameters():  # of a float baseline
+            _count_signs(signs, FLOATS, weight.sign())
+            _count_values(octaves, FLOATS, torch.frexp(weight[weight != 0]).exponent - 1)
         return signs, octaves
 
     return Saved(
@@ -168,7 +177,7 @@ def _open_packed(path: Path, checkpoint: Checkpoint) -> Saved:
         settings=settings if isinstance(settings, dict) else {},
         weights=weights,
         state=state,
-        bytes_by_area=partial(sizes_by_area, model),
+        bytes_by_area=bytes_by_area,
         histograms=histograms,
         parts=partial(list_parts, model),
     )
@@ -249,8 +258,8 @@ def _run_facts(run: Path, note: Callable[[str], None]) -> dict[str, Any]:
     return facts
 
 
-def _decoder(tensor: TernaryTensor, rows: slice) -> Callable[[], Tensor]:
-    return lambda: tensor.weight(torch.float32)[rows]
+def _decoder(weight: Weight, rows: slice = slice(None)) -> Callable[[], Tensor]:
+    return lambda: weight.weight(torch.float32).detach()[rows]
 
 
 def _area(name: str) -> str:

@@ -85,6 +85,8 @@ def export(
             "use `--to safetensors`",
         )
     type_name = "trits" if weights.model.config.digits == "trit" else "all digits"
+    if weights.model.config.weights != "ternary":
+        type_name = "float32"
     if format == "gguf":
         type_name = gguf.write_model(path, weights, name, kind).name
     elif format == "hf":

@@ -4,7 +4,7 @@ Each layer has the interface of its packed counterpart in `arbcli.model.layers`.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +24,19 @@ TINY = 1e-30
 """Minimum scale, for matrices that are initialised to zero."""
 
 
+@contextmanager
+def averaged_latents(averages: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Read the averages of latents in place of these within the block; all are float32."""
+    latents = {latent: latent.data for latent in averages}
+    for latent, average in averages.items():
+        latent.data = average
+    try:
+        yield
+    finally:
+        for latent, data in latents.items():
+            latent.data = data
+
+
 class FloatWeight(Weight):
     """A float32 matrix; with `ste` the forward uses ternary weights, and the gradient ignores that.
 
@@ -37,6 +50,11 @@ class FloatWeight(Weight):
         self.straight_through = spec.weights == "ste"
         self.latent = nn.Parameter(torch.empty(out_features, in_features))
         self._cast: Tensor | None = None
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights."""
+        return self.latent.numel()
 
     @torch.no_grad()
     def initialise(self, seed: int, index: int) -> None:

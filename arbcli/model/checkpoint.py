@@ -10,6 +10,8 @@ settings of the run:
 
 The last part of a tensor's name determines its dtype: `trits` is packed trits, uint8 up to 242;
 `source`, `target` and `hand` are int32, little-endian and possibly unaligned; all others are int8.
+Only those of a float baseline are float32: `latent` and the state of its optimizer. Such a file is
+named `step-000200.float.safetensors`.
 An `exponent` is in -96..31, and a `fraction`, `score`, `strength`, `usage`, `uses` or `lives` is
 not negative.
 
@@ -60,6 +62,12 @@ TOKENIZER_DIGEST = "tokenizer"
 FORMAT = 1
 LARGEST_HEADER = 2**22
 """Maximum size of a header: enough for ten thousand tensors, and safe to parse untrusted."""
+LATENT = "latent"
+"""Last part of the names of a float baseline's weights."""
+LATENT_AVERAGE = "latent_average"
+"""Last part of the names of averages of these weights."""
+FLOAT_STATE = ("first_moment", "second_moment", "momentum", LATENT_AVERAGE)
+"""Last parts of the names of its optimizer's state, which has the shapes of the weights."""
 FIELDS = {
     "format": int, "step": int, "config": dict, "counters": dict, "data": dict,
     "digests": dict, "digest": str,
@@ -72,8 +80,12 @@ SMALL_BYTES = 2**16
 """Size in bytes below which a tensor is not worth a thread, unless others are in flight."""
 THREADS = min(16, os.cpu_count() or 1)
 
-_CODES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
-_DTYPES = {"trits": torch.uint8, "source": torch.int32, "target": torch.int32, "hand": torch.int32}
+_CODES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.float32: "F32"}
+_DTYPES = {
+    "trits": torch.uint8,
+    **dict.fromkeys(("source", "target", "hand"), torch.int32),
+    **dict.fromkeys((LATENT, *FLOAT_STATE), torch.float32),
+}
 """Dtypes by the last part of a name; all others are int8."""
 _RANGES = {
     "exponent": (LOWEST_EXPONENT, HIGHEST_EXPONENT),
@@ -130,7 +142,8 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
     """
     if checkpoint.step < 0 or keep < 1:
         raise ValueError(f"cannot save step {checkpoint.step} and keep {keep}")
-    path = run_files.checkpoint_path(directory, checkpoint.step)
+    weights = checkpoint.config.get("weights", "ternary")
+    path = run_files.checkpoint_path(directory, checkpoint.step, weights)
     write_checkpoint(path, checkpoint)
     older = [
         old for old in run_files.checkpoints(directory) if run_files.step_of(old) < checkpoint.step
@@ -303,7 +316,7 @@ def link_best(path: Path) -> Path:
     Raises:
         ArbError: it cannot be linked.
     """
-    best = path.with_name(f"best-{run_files.step_of(path):06d}.safetensors")
+    best = path.with_name(path.name.replace("step-", "best-", 1))
     with os_errors("write", best, WRITE_HINT):
         if not best.exists():
             try:

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 class Weight(nn.Module):
     """A weight of a model: a packed tensor, or the float matrix of a baseline."""
 
+    @property
+    def num_weights(self) -> int:
+        """Number of elements."""
+        raise NotImplementedError
+
     def initialise(self, seed: int, index: int) -> None:
         """Draw the weight; it only depends on `seed` and `index`."""
         raise NotImplementedError

@@ -174,8 +174,8 @@ class PackedModel(nn.Module):
 
     @property
     def num_weights(self) -> int:
-        """Number of packed weights, including those of frozen norms."""
-        return sum(tensor.num_weights for tensor in self.packed_tensors().values())
+        """Number of weights, including those of frozen norms."""
+        return sum(weight.num_weights for weight in self.weights().values())
 
     def weights(self) -> dict[str, packed.Weight]:
         """Return all weights by name, in the order of the model."""

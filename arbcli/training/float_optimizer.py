@@ -5,14 +5,17 @@ CUDA graph.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from arbcli.model.baselines import FloatNumbers
+from arbcli.model.baselines import FloatNumbers, averaged_latents
+from arbcli.model.checkpoint import FLOAT_STATE, LATENT
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.step_parameters import UNIT, average_rates
 
 BETAS = (0.9, 0.95)
 CLIP_NORM = 1.0
@@ -30,17 +33,30 @@ class FloatOptimizer:
         model: a model with float weights.
         name: `adamw` or `muon`.
         weight_decay: weight decay, multiplied by the learning rate; Muon's is that of the blocks.
+        average: time constant of averages of the weights in steps; 0 averages nothing.
         compiled: whether to compile the step of Muon.
     """
 
     def __init__(
-        self, model: LanguageModel, name: str, weight_decay: float, *, compiled: bool = False
+        self,
+        model: LanguageModel,
+        name: str,
+        weight_decay: float,
+        average: int = 0,
+        *,
+        compiled: bool = False,
     ) -> None:
         blocks = list(model.blocks.parameters())
         inside = {id(parameter) for parameter in blocks}
         others = [p for p in model.parameters() if id(p) not in inside]
         self._parameters = blocks + others
+        named = model.named_parameters()
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in named}
         self._lr = torch.zeros((), device=model.device)
+        self._horizon, self._rate = average, torch.zeros((), device=model.device)
+        averaged = self._parameters if average else []
+        self._averages: dict[Tensor, Tensor] = {p: torch.empty_like(p) for p in averaged}
+        self.start_averages()
         self._muon: Muon | None = None
         decay = weight_decay
         if name == "muon":
@@ -63,6 +79,13 @@ class FloatOptimizer:
             fused=True,
             capturable=model.device.type == "cuda",
         )
+        for group in self._adamw.param_groups:
+            for parameter in group["params"]:
+                self._adamw.state[parameter] = {
+                    "step": torch.zeros((), device=model.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
     weighs_micro_batches = False
     """Gradients of micro-batches are summed, so the caller divides losses by their number."""
@@ -74,6 +97,9 @@ class FloatOptimizer:
     ) -> None:
         """Set the learning rate of the next step, without synchronisation."""
         self._lr.fill_(lr)
+        if self._averages:
+            rate = average_rates(range(step, step + 1), self._horizon)[0]
+            self._rate.fill_(float(rate) / UNIT)
 
     def begin_micro(self, micro: int) -> None:
         """Do nothing, as autograd accumulates gradients."""
@@ -86,12 +112,41 @@ class FloatOptimizer:
         self._adamw.step()
         for parameter in self._parameters:
             parameter.grad = None
+        for weight, average in self._averages.items():
+            average.lerp_(weight.detach(), self._rate)
 
-    def state_tensors(self) -> list[Tensor]:
-        """Return the state of the optimizers."""
-        states = (value for state in self._adamw.state.values() for value in state.values())
-        momenta = self._muon.momenta if self._muon else []
-        return [value for value in states if isinstance(value, Tensor)] + momenta
+    @torch.no_grad()
+    def start_averages(self) -> None:
+        """Set averages to the weights."""
+        for parameter, average in self._averages.items():
+            average.copy_(parameter)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Read averages in place of the weights within the block."""
+        return averaged_latents(self._averages)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state by name, float32, for a checkpoint: views, each of a weight's shape."""
+        first, second, momentum, average = FLOAT_STATE
+        states: dict[str, dict[Tensor, Tensor]] = {
+            first: {p: state["exp_avg"] for p, state in self._adamw.state.items()},
+            second: {p: state["exp_avg_sq"] for p, state in self._adamw.state.items()},
+            momentum: self._muon.momentum_of() if self._muon else {},
+            average: self._averages,
+        }
+        return {
+            self._names[parameter].removesuffix(LATENT) + kind: tensor
+            for kind, tensors in states.items()
+            for parameter, tensor in tensors.items()
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Copy the state from the tensors of a checkpoint after `step` steps."""
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(tensors[name])
+        for state in self._adamw.state.values():
+            state["step"].fill_(step)
 
 
 class Muon:
@@ -119,6 +174,13 @@ class Muon:
         """Momentum of each batch, (matrices, N, K) float32."""
         self._lr, self._weight_decay = lr, weight_decay
         self._step = torch.compile(step_batch, dynamic=False) if compiled else step_batch
+
+    def momentum_of(self) -> dict[Tensor, Tensor]:
+        """Return the momentum of each matrix, a view of its shape."""
+        batches = zip(self._batches, self.momenta, strict=True)
+        return {
+            p: part for batch, momenta in batches for p, part in zip(batch, momenta, strict=True)
+        }
 
     @torch.no_grad()
     def step(self) -> None:

@@ -25,7 +25,7 @@ FIELD = "recent"
 SCHEMA = {
     FIELD: dict | None,
     f"{FIELD}.losses": list[float | None],
-    f"{FIELD}.flips": list[int],
+    f"{FIELD}.flips": list[int | None],
     f"{FIELD}.parts": dict[str, float | None],
     f"{FIELD}.gauges": dict[str, float | None],
 }
@@ -113,5 +113,6 @@ def check_recent(checkpoint: Checkpoint) -> None:
     if saved is None:
         return
     flips = saved["flips"]
-    if len(saved["losses"]) != len(flips) or not all(0 <= count < 2**63 for count in flips):
+    counts = [count for count in flips if count is not None]
+    if len(saved["losses"]) != len(flips) or not all(0 <= count < 2**63 for count in counts):
         raise ArbError(f"its header has no valid `{FIELD}.flips`", hint)

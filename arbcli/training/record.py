@@ -101,7 +101,7 @@ class TrainReport:
     run: str | None
     """None for a run that was not saved."""
     checkpoint: str | None
-    """Path of the last checkpoint; None for a run that was not saved, and for float baselines."""
+    """Path of the last checkpoint; None for a run that was not saved."""
     steps: int
     val_loss: float | None
     """Held-out loss in nats per byte; None without a final evaluation."""

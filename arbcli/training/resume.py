@@ -111,10 +111,6 @@ def resume_run(
     backend = devices.resolve_backend(backend or (None if device else config.backend), place)
     devices.check_compute(config.compute, place)
     config = dataclasses.replace(config, device=str(place), backend=backend, **changes)
-    if config.model.weights != "ternary":
-        raise ArbError(
-            "float baselines have no checkpoints to resume from", "start a new run with `--out`"
-        )
     note_emulation(config, observer)
     threads = facts.get("threads", now := torch.get_num_threads())
     if threads > THREADS_OF_A_CPU * (os.cpu_count() or 1):
@@ -201,7 +197,7 @@ def _finished_report(
         return None
     (val_loss,) = last_loss
     _record_changes(run, facts, group)
-    saved = checkpoint_path(run, config.steps)
+    saved = checkpoint_path(run, config.steps, config.model.weights)
     if group.first:  # the run may have been killed before it did so
         records = read_records(run)
         if config.keeps_best and best_step(records) == config.steps:

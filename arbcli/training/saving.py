@@ -47,8 +47,7 @@ class Saver:
     ) -> None:
         self._trainer, self._facts, self._observer = trainer, facts, observer
         self._records, self._patience = records, patience
-        # float baselines have no checkpoints
-        self.run = run if trainer.updater is not None else None
+        self.run = run
         """Directory of the checkpoints; None for no checkpoints."""
         self.saved_step = trainer.step if resumed else None
         """Step of the newest checkpoint; None if there is none."""
@@ -73,7 +72,7 @@ class Saver:
         """The newest checkpoint, if there is one."""
         if self.run is None or self.saved_step is None:
             return None
-        return checkpoint_path(self.run, self.saved_step)
+        return self._path_of(self.saved_step)
 
     def save(self, recent: dict[str, Any]) -> None:
         """Save the state of the trainer; collective.
@@ -93,7 +92,7 @@ class Saver:
         aside: list[Path] = []
         if self._trainer.group.first:
             # a kill leaves the old branch with its records, or the new one with its own
-            path = checkpoint_path(self.run, checkpoint.step)
+            path = self._path_of(checkpoint.step)
             if self._later:
                 self._link_best()
             if path in self._later:
@@ -116,12 +115,15 @@ class Saver:
         if self.newest is not None and self._trainer.group.first and not self._later:
             keep_best(self.newest)
 
+    def _path_of(self, step: int) -> Path:
+        assert self.run is not None
+        return checkpoint_path(self.run, step, self._trainer.config.model.weights)
+
     def _link_best(self) -> None:
         """Keep the best checkpoint of the new branch, next to that of the old one."""
-        assert self.run is not None
         best = self._patience.best_step
         if self._trainer.config.keeps_best and best is not None:
-            path = checkpoint_path(self.run, best)
+            path = self._path_of(best)
             if path.exists():
                 link_best(path)
 

@@ -31,6 +31,7 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import COMPUTE, EAGER_STEPS, capturing, set_compiler_determinism
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import (
+    FLOAT_STATE,
     TOKENIZER_DIGEST,
     Checkpoint,
     check_layout,
@@ -253,7 +254,11 @@ class Trainer:
         from arbcli.training.float_optimizer import FloatOptimizer
 
         return FloatOptimizer(
-            self.model, self.config.optimizer, self.config.decay, compiled=compiled
+            self.model,
+            self.config.optimizer,
+            self.config.decay,
+            self.config.weight_average,
+            compiled=compiled,
         )
 
     @property
@@ -263,13 +268,8 @@ class Trainer:
 
     @property
     def num_weights(self) -> int:
-        """Number of weights including frozen norms, as `arb count-params` counts them.
-
-        For a float baseline, the number of parameters.
-        """
-        if self.updater:
-            return self.model.num_weights
-        return self.num_floats[0]
+        """Number of weights including frozen norms, as `arb count-params` counts them."""
+        return self.model.num_weights
 
     @property
     def num_floats(self) -> tuple[int, int]:
@@ -421,17 +421,6 @@ class Trainer:
             weights = None if weights is None else weights.to(self.device)
         self._compute.weights = weights
 
-    @property
-    def _packed_updater(self) -> "Updater | SharedUpdater":
-        """The updater of packed weights.
-
-        Raises:
-            ValueError: the weights are floats.
-        """
-        if self.updater is None:
-            raise ValueError("float baselines have no updater")
-        return self.updater
-
     def _measure(self) -> None:
         """Measure the gradients of the first step, to choose their quantisation scales."""
         shared = self.shared
@@ -474,7 +463,8 @@ class Trainer:
         if stage == self.digits:
             return
         self.digits = stage
-        for tensor in self._packed_updater.tensors:
+        assert self.updater is not None
+        for tensor in self.updater.tensors:
             tensor.rule = stage_rule(tensor.rule.name, stage)
         if self._capture_at is not None:  # the graph reads weights in the form of the last stage
             self.release_graph()
@@ -497,6 +487,9 @@ class Trainer:
         return num_evaluation_batches(config.batch, config.accum, config.model.ctx)
 
     def _start_averages(self) -> None:
+        if self.optimizer:
+            self.optimizer.start_averages()
+            return
         with use_backend(self.config.backend):
             imported("arbcli.model.averages:start_averages")(self.model)
 
@@ -504,6 +497,8 @@ class Trainer:
         """Read averages of the weights, if the run has them, within the block."""
         if not self.config.weight_average:
             return nullcontext()
+        if self.optimizer:
+            return self.optimizer.averaged()
         return imported("arbcli.model.averages:averaged")(self.model)
 
     @torch.no_grad()
@@ -547,7 +542,7 @@ class Trainer:
         """Return the size of the persistent state in bytes."""
         state = [*self.model.buffers(), *self.model.parameters()]
         if self.optimizer:
-            state += self.optimizer.state_tensors()
+            state += self.optimizer.state_dict().values()
         return sum(tensor.nbytes for tensor in state)
 
     def checkpoint(self, text_digest: str, init_digest: str | None = None) -> Checkpoint:
@@ -566,10 +561,12 @@ class Trainer:
         if self.shared:
             reduced = {"wire": self.config.reduce_dtype}
             tensors |= self.shared.gather(self.model)
+        if self.optimizer:
+            tensors |= self.optimizer.state_dict()
         return Checkpoint(
             step=self.step,
             config=dataclasses.asdict(self.config.model) | {"digits": self.digits},
-            counters=self._packed_updater.counters(),
+            counters=self.updater.counters() if self.updater else {},
             data={"digest": text_digest, "seed": seed, "position": self.step, "settings": settings}
             | ({"average": self.config.weight_average} if self.config.weight_average else {})
             | ({TOKENIZER_DIGEST: self.texts.tokenizer.digest} if self.texts.tokenizer else {})
@@ -608,7 +605,8 @@ class Trainer:
 
         Averages start at the weights if the checkpoint has none, and statistics of the directions
         start unset if it has those of others. Quantisation scales of gradients are measured anew,
-        as they depend on `accum`, `reduce_dtype` and the text.
+        as they depend on `accum`, `reduce_dtype` and the text. The optimizer of a float baseline
+        starts anew, too.
 
         Raises:
             ArbError: the checkpoint belongs to another model.
@@ -618,7 +616,7 @@ class Trainer:
             {name for name in tensors if name.endswith(STATISTICS)}
             for tensors in (checkpoint.tensors, self.model.state_dict())
         )
-        started: tuple[str, ...] = (WIRE,)
+        started: tuple[str, ...] = (WIRE, *FLOAT_STATE)
         if starts_averages:
             started += (AVERAGE,)
         if saved_statistics != statistics:
@@ -632,12 +630,16 @@ class Trainer:
         check_trainable(checkpoint)
         state = self.model.state_dict()
         layout = self.shared.layout(self.model) if self.shared else {}
+        if self.optimizer:
+            layout = self.optimizer.state_dict()
         tensors, expected = (
             {name: part for name, part in some.items() if not name.endswith(started)}
             for some in (checkpoint.tensors, state | layout)
         )
         check_layout(tensors, expected)
-        parts = {name: part[: len(state[name])] for name, part in tensors.items()}
+        if self.optimizer and not started:
+            self.optimizer.load_state_dict(tensors, checkpoint.step)
+        parts = {name: part[: len(state[name])] for name, part in tensors.items() if name in state}
         self.model.load_state_dict(parts, strict=not started)
         self._measured = False
 
@@ -648,7 +650,8 @@ class Trainer:
             ArbError: the checkpoint belongs to another model.
         """
         self._load(checkpoint)
-        self._packed_updater.restore(checkpoint.counters)
+        if self.updater:
+            self.updater.restore(checkpoint.counters)
         self.step = checkpoint.step
         self._fade()
         if self._capture_at is not None:

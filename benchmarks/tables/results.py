@@ -45,16 +45,18 @@ def quality_of_code(runs: Runs) -> str:
     return losses_by_state(runs, "small", ("weights", "options", "held-out loss", "state"))
 
 
+CURVE_STEPS = (500, 1000, 2000, 3000)
+"""Steps whose losses the table of a run on source code has."""
+
+
 def curves_of_code(runs: Runs) -> str:
     """Loss in the course of a run on source code, and state, `base`."""
-    rows = rows_of(runs)
-    marks = sorted({step for row in rows for step, _ in row["curve"]})
     lines = []
-    for row in rows:
+    for row in sorted(rows_of(runs), key=lambda row: row["held_out_nats"]):
         losses = dict(row["curve"])
-        cells = [f"{losses[step]:.4f}" if step in losses else "" for step in marks]
-        lines.append([f"`{row['options']}`", *cells, f"{row['state_mib']} MiB"])
-    head = ["options", *(f"{step:,} steps" for step in marks), "state"]
+        cells = [f"{losses[step]:.4f}" for step in CURVE_STEPS]
+        lines.append([f"`{row['options']}`", f"{row['seed']}", *cells, f"{row['state_mib']:g}"])
+    head = ["options", "seed", *(f"{step:,} steps" for step in CURVE_STEPS), "state, MiB"]
     return markdown(head, lines) + source(runs)
 
 

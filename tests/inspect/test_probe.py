@@ -69,7 +69,7 @@ def evidence(report: ProbeReport, name: str) -> str:
     ),
 )
 def test_probe_finds_nothing_wrong_with_other_rules(rule, seed):
-    report = probe(new_config(**SMALL, rule=rule, seed=seed), steps=STEPS // 2)
+    report = probe(new_config(**SMALL, rule=rule, seed=seed), steps=STEPS)
     assert names(report) == ["ok"]
 
 

@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file
 from states import assert_same, state_of
 
+from arbcli.base.errors import ArbError
 from arbcli.data.opening import open_texts
 from arbcli.generation.load import load_named_model, load_weights, read_saved
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.model.averages import average_shift
-from arbcli.model.checkpoint import save_checkpoint
+from arbcli.model.checkpoint import load_checkpoint, save_checkpoint
 from arbcli.model.step_parameters import average_rates
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer
@@ -57,7 +58,7 @@ def run(request, trainer_of) -> SimpleNamespace:
 def z_of(trainer: Trainer) -> torch.Tensor:
     """Return z of all weights, in units of their averages."""
     parts = []
-    for tensor in trainer._packed_updater.tensors:
+    for tensor in trainer.updater.tensors:
         rule = tensor.rule
         below = rule.digits(tensor.state)["remainder"][0]
         z = unpack_trits(tensor.trits, tensor.in_features).double() * rule.radix + below
@@ -66,7 +67,7 @@ def z_of(trainer: Trainer) -> torch.Tensor:
 
 
 def average_of(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([t.average.flatten() for t in trainer._packed_updater.tensors]).double()
+    return torch.cat([t.average.flatten() for t in trainer.updater.tensors]).double()
 
 
 def test_rates_are_those_of_a_mean_and_then_of_an_exponential_average():
@@ -86,6 +87,44 @@ def test_average_is_that_of_the_weights_and_changes_none(run):
     assert (z - run.expected).square().mean().sqrt() > 0.5  # it is not just the weights
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_baseline_is_averaged_at_the_same_rates_in_float32(optimizer, trainer_of, tmp_path):
+    settings = {"weights": "float", "optimizer": optimizer}
+    averaging, plain = trainer_of(**settings, weight_average=HORIZON), trainer_of(**settings)
+    expected = [weight.detach().double() for weight in plain.model.parameters()]
+    for rate in average_rates(range(STEPS), HORIZON):
+        averaging.train_step()
+        plain.train_step()
+        for average, weight in zip(expected, plain.model.parameters(), strict=True):
+            average += (weight - average) * int(rate) / 2**16
+    assert_same(state_of(averaging.model), state_of(plain.model))
+    with averaging.averaged():
+        for weight, average in zip(averaging.model.parameters(), expected, strict=True):
+            assert torch.allclose(weight.double(), average, atol=1e-6)
+            assert not torch.equal(weight, average.float())
+        averages = state_of(averaging.model)
+    path = save_checkpoint(tmp_path, averaging.checkpoint("of a text"))
+    assert path.name == f"step-{STEPS:06d}.float.safetensors"
+    for read in (
+        load_named_model(path, torch.device("cpu"), print)[0],
+        load_weights(path, print).model,
+    ):
+        assert_same(state_of(read), averages)
+    # a run that starts from it begins its average there, and its optimizer anew
+    tuned = trainer_of(**settings, weight_average=HORIZON)
+    tuned.take_weights(read_saved(path, print).checkpoint)
+    for name, part in tuned.optimizer.state_dict().items():
+        weight, _, kind = name.rpartition(".")
+        start = averages[f"{weight}.latent"] if kind == "latent_average" else torch.zeros(())
+        assert torch.equal(part, start.expand_as(part))
+    # a resumed one has all of it
+    with pytest.raises(ArbError, match="is missing in the checkpoint"):
+        tuned.restore(read_saved(path, print).checkpoint)
+    tuned.restore(load_checkpoint(path))
+    assert float(tuned.train_step()) == float(averaging.train_step())
+    assert_same(tuned.checkpoint("").tensors, averaging.checkpoint("").tensors)
+
+
 def test_evaluations_and_readers_have_the_average(run, trainer_of, tmp_path):
     averaging, plain = run.averaging, run.plain
     before = state_of(averaging.model)
@@ -98,7 +137,7 @@ def test_evaluations_and_readers_have_the_average(run, trainer_of, tmp_path):
     checkpoint = read_saved(path, print).checkpoint
     plain.take_weights(checkpoint)
     assert plain.evaluate(2) == loss
-    for tensor in plain._packed_updater.tensors:  # trits are the nearest
+    for tensor in plain.updater.tensors:  # trits are the nearest
         trits, radix = unpack_trits(tensor.trits, tensor.in_features).int(), tensor.rule.radix
         z = trits * radix + tensor.rule.digits(tensor.state)["remainder"][0]
         assert torch.equal(trits, (2 * z > radix).int() - (2 * z < -radix).int())

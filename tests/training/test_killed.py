@@ -41,7 +41,7 @@ RECORDED = [3, 4, 5, 6, 7]
 BEST = 6
 """Step with the lowest held-out loss: it is saved, then evaluated. Step 3 is evaluated first."""
 NEAR_END = 10
-"""States of a run with a teacher that are tried, from the last evaluation on."""
+"""States of other runs than packed ones that are tried, from the last evaluation on."""
 
 
 @pytest.fixture(autouse=True)
@@ -168,27 +168,32 @@ def go_on(config: TrainConfig, run: Path, initial: SavedModel | None = None) -> 
 
 
 @pytest.mark.parametrize(
-    ("any_number", "has_teacher"),
-    [(False, False), (False, True), pytest.param(True, False, marks=pytest.mark.slow)],
-    ids=["one kill", "one kill with a teacher", "any number"],
-)
+    ("any_number", "kind"),
+    [(False, "packed"), (False, "taught"), (False, "float"),
+     pytest.param(True, "packed", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_killed_run_ends_with_the_files_and_records_of_a_whole_run(
-    any_number, has_teacher, config, tmp_path
+    any_number, kind, config, tmp_path
 ):
     whole, copies, seen = tmp_path / "whole", tmp_path / "copies", set()
     copies.mkdir()
     options = config(keep_best=True)
-    if has_teacher:
+    if kind == "taught":
         start_run(config(seed=5, steps=1), tmp_path / "teacher", Observer())
         options = config(keep_best=True, teacher=str(tmp_path / "teacher"))
+    elif kind == "float":
+        options = config(keep_best=True, weights="float", optimizer="muon", weight_average=3)
     with pytest.MonkeyPatch.context() as patch:
         Watch(whole, copies, seen).plant(patch)
         start_run(options, whole, Observer())
     expected = contents(whole)
-    assert expected[0].keys() == {f"best-{BEST:06d}.safetensors", f"step-{STEPS:06d}.safetensors"}
+    form = ".float" if kind == "float" else ""
+    assert expected[0].keys() == {
+        f"best-{BEST:06d}{form}.safetensors", f"step-{STEPS:06d}{form}.safetensors"
+    }  # fmt: skip
     assert [record["step"] for record in expected[1]] == RECORDED
     first = len(seen)
-    number = first - NEAR_END if has_teacher else 0
+    number = 0 if kind == "packed" else first - NEAR_END
     while number < (len(seen) if any_number else first):
         run = copies / str(number)
         with pytest.MonkeyPatch.context() as patch:

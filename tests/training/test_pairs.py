@@ -86,7 +86,6 @@ REFUSED = (
     ("weights", VOTES, "direction", ("orthogonal", "factored", "sign"), "takes no direction"),
     ("weights", BASELINES, "direction", ("factored", "sign"), "trained by AdamW or Muon"),
     ("weights", BASELINES, "reduce_dtype", ("int8", "int12", "int16"), "has no rounded gradients"),
-    ("weight average", ("20 steps",), "weights", BASELINES, "a float baseline has no average"),
     ("weight average", ("20 steps",), "weights", VOTES, "`votes` have no average"),
     ("weights", BASELINES, "compute", ("fp8", "fp8-backward"), "has no products in eight bits"),
     ("weights", BASELINES, "compute", ("nvfp4",), "has no products in four bits"),
@@ -197,16 +196,14 @@ def trained(group: Group, config: TrainConfig, texts, steps: int, saved=None):
         trainer.restore(load_checkpoint(saved))
     losses = [float(trainer.train_step()) for _ in range(steps)]
     losses.append(trainer.evaluate(num_batches=1))
-    if trainer.updater is None:
-        return losses, {}
     checkpoint = trainer.checkpoint("of a text")
     digests = {name: tensor_digest(name, part) for name, part in checkpoint.tensors.items()}
     return losses, digests | checkpoint.counters
 
 
-def check_ternary(config: TrainConfig, processes: int, texts, folder, monkeypatch) -> None:
-    whole = Trainer(config, texts)
-    assert whole.state_bytes() == predict_run(config).total.state_bytes
+def check_row(config: TrainConfig, processes: int, texts, folder, monkeypatch) -> None:
+    whole, is_float = Trainer(config, texts), config.model.weights != "ternary"
+    assert is_float or whole.state_bytes() == predict_run(config).total.state_bytes
     losses = [whole.train_step() for _ in range(MIDDLE)]
     assert all(map(math.isfinite, losses))
     saved = save_checkpoint(folder, whole.checkpoint("of a text"))
@@ -223,19 +220,11 @@ def check_ternary(config: TrainConfig, processes: int, texts, folder, monkeypatc
         outcomes = [trained(Group(), *goes_on)]
     else:
         outcomes = run_processes(processes, trained, *goes_on)
+    if is_float and processes > 1:  # gradients are summed in bfloat16
+        assert all(again == pytest.approx(losses, rel=0.02) for again, _ in outcomes)
+        return
     assert all(again == losses for again, _ in outcomes)
     assert outcomes[0][1] == digests | last.counters
-
-
-def check_twin(config: TrainConfig, processes: int, texts) -> None:
-    losses, _ = trained(Group(), config, texts, MIDDLE)
-    assert all(map(math.isfinite, losses))
-    assert losses[-1] < losses[0]
-    if processes == 1:
-        assert trained(Group(), config, texts, MIDDLE)[0] == losses
-    else:
-        for again, _ in run_processes(processes, trained, config, texts, MIDDLE):
-            assert again == pytest.approx(losses, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -251,10 +240,7 @@ def test_row_trains_goes_on_to_the_bit_and_has_the_state_that_is_predicted(
     if dict(row)["symbols"] == "in chunks":
         monkeypatch.setattr(symbols, "MOST_AT_ONCE", AT_ONCE)
     config, processes = config_of(row), int(dict(row)["processes"])
-    if config.model.weights == "ternary":
-        check_ternary(config, processes, texts, tmp_path, monkeypatch)
-    else:
-        check_twin(config, processes, texts)
+    check_row(config, processes, texts, tmp_path, monkeypatch)
 
 
 def test_pairs_without_a_row_are_refused_in_a_line():

@@ -166,7 +166,9 @@ def _order(
 
 
 def smallest_type(config: ModelConfig) -> BlockType:
-    """Choose the smallest type that represents the integers of a model's weights."""
+    """Choose the smallest type that represents a model's weights; float32 for a baseline."""
+    if config.weights != "ternary":
+        return F32
     trit_type = TYPE_OF_GROUP_SIZE.get(config.group_size, BF16)
     return trit_type if config.digits == "trit" or trit_type is BF16 else Q8_0
 

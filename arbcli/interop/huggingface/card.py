@@ -37,22 +37,24 @@ def model_card(weights: Weights, name: str, *, packed: bool = False) -> str:
     config, checkpoint = weights.model.config, weights.checkpoint
     number = weights.model.num_weights
     is_bitnet = not packed and known_shape(config).bitnet
-    is_ternary = config.digits == "trit" or is_bitnet
+    is_float = config.weights != "ternary"
+    is_ternary = not is_float and (config.digits == "trit" or is_bitnet)
     of = "-1, 0 or +1" if is_ternary else "an integer of one byte"
     of += " (in the embedding, an integer of one byte)" if is_bitnet else ""
+    each = f"each {of} times a scale of {config.group_size}"
     reads_bytes = config.vocabulary == VOCABULARY
     units = "bytes" if reads_bytes else "tokens"
     description = _parts(config) if packed else _dense(known_shape(config))
     base = base_model(weights.path.parent / COMPANIONS)
     rows = {
         **({"base model": base} if base else {}),
-        "weights": f"{number:,}, each {of} times a scale of {config.group_size}",
+        "weights": f"{number:,}" + ("" if is_float else f", {each}"),
         "shape": f"{description.pop('shape')}, context {config.ctx} {units}",
         "tokens": "the 256 bytes; byte 0 ends a text"
         if reads_bytes
         else f"{config.vocabulary:,}, of `tokenizer.json`",
         **description,
-        "update rule": config.rule_text,
+        **({} if is_float else {"update rule": config.rule_text}),
         "steps": f"{checkpoint.step:,}",
         "trained in": weights.compute,
         "origin": f"checkpoint with the digest `{weights.origin}`",
@@ -61,13 +63,13 @@ def model_card(weights: Weights, name: str, *, packed: bool = False) -> str:
     table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
     needs_code = packed or known_shape(config).sub_norms
     use = USE.format(trust=", trust_remote_code=True" if needs_code else "")
-    kind = "ternary" if is_ternary else "int8"
+    kind = "float" if is_float else "ternary" if is_ternary else "int8"
+    state = "float32" if is_float else "packed trits and int8"
     base_line = f"base_model: {base}\n" if base and "/" in base else ""
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         f"tags: [arb, {kind}]\n{base_line}---\n\n# {name}\n\n"
-        f"A language model over {units}, trained by `arb` with"
-        " packed trits and int8 as its whole state.\n\n"
+        f"A language model over {units}, trained by `arb` with {state} as its whole state.\n\n"
         f"| | |\n|---|---|\n{table}\n{use}"
     )
 

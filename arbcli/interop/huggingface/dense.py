@@ -5,6 +5,7 @@ and of normalising them does not matter where the norm has no gain: a turn leave
 root-mean-square as it is. Where ours has none, that of Qwen 3 is ones.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -18,7 +19,7 @@ from arbcli.config.model import BlockConfig, ModelConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
-from arbcli.model.baselines import FloatWeight
+from arbcli.model.baselines import FloatRMSNorm, FloatWeight
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.parts.attention import Attention
@@ -251,7 +252,7 @@ def read(source: Source) -> Iterator[tuple[Part, Tensor]]:
     if source.tensor is None:
         yield from ((part, torch.ones(part.shape)) for part in source.parts)
         return
-    weight = source.tensor.weight(torch.float32)
+    weight = source.tensor.weight(torch.float32).detach()
     for part in source.parts:
         yield part, weight[part.rows].view(part.shape)
 
@@ -279,9 +280,12 @@ def _matrix(layer: nn.Module, ours: str, theirs: str) -> Source:
 
 def _vector(layer: nn.Module, ours: str, theirs: str, kind: str = "weight") -> Source:
     """Name a norm, whose ones are a row, or a packed vector, whose numbers are rows."""
-    rows, columns = _sizes(layer)
-    part = Part(f"{ours}.{kind}", f"{theirs}.{kind}", slice(0, rows), (rows * columns,))
-    return Source(_weight(layer), (part,))
+    if isinstance(layer, FloatRMSNorm):
+        size, weight = layer.dim, None
+    else:
+        size, weight = math.prod(_sizes(layer)), _weight(layer)
+    part = Part(f"{ours}.{kind}", f"{theirs}.{kind}", slice(0, size), (size,))
+    return Source(weight, (part,))
 
 
 def _split(

@@ -60,7 +60,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> s
         path: path of the folder to create.
         weights: the model.
         name: name of the model.
-        kind: type of the weights, a name of `TYPES`; None is bf16, or packed.
+        kind: type of the weights, a name of `TYPES`; None is packed, or that of no error.
 
     Returns:
         The type of the weights; None if they are packed.
@@ -72,13 +72,19 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> s
     companions = companion_files.companions_of(weights.path.parent, config)
     shape = dense.shape_of(config)
     packed = shape is None or (companions is None and not _fits_windows(shape))
+    if packed and config.weights != "ternary":
+        raise ArbError(
+            "Transformers has no architecture for this model, and a baseline has no packed weights",
+            "use `--to safetensors`",
+        )
     if packed and kind:
         raise ArbError(
             "Transformers has no architecture for this model, whose weights stay packed",
             "leave `--type` out",
         )
     companion_files.tokenizer_of(weights)
-    chosen = None if packed else TYPES[kind or "bf16"]
+    exact = "bf16" if config.weights == "ternary" else "f32"
+    chosen = None if packed else TYPES[kind or exact]
     with os_errors("write", path, "check permissions and free space"), new_folder(path) as part:
         _write_files(part, weights, name, chosen, companions)
     return chosen.name if chosen else None

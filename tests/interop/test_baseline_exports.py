@@ -1,0 +1,69 @@
+"""A float baseline: its exports hold the weights that it multiplies by, and reports count them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from arbcli.base.errors import ArbError
+from arbcli.generation.load import load_weights
+from arbcli.inspect.probe import open_saved as open_to_probe
+from arbcli.inspect.saved import open_saved
+from arbcli.interop.exporting import export
+from arbcli.interop.gguf.container import GGUFFile
+from arbcli.interop.gguf.export import read_reordered
+from arbcli.interop.huggingface.export import ModelFolder
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.run import start_run
+
+SHAPE = {
+    "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "steps": 2,
+    "device": "cpu", "sub_norms": False,
+}  # fmt: skip
+
+
+def train(run: Path, weights: str, **changes) -> Path:
+    text = run.with_suffix(".txt")
+    text.write_bytes(b"a float baseline learns to read. " * 20)
+    start_run(new_config(data=[str(text)], weights=weights, **SHAPE | changes), run, Observer())
+    return run
+
+
+@pytest.fixture(scope="module", params=["float", "ste"])
+def run(request, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("baseline") / "run", request.param)
+
+
+def test_exports_have_the_weights_of_the_forward_pass_in_float32(run, tmp_path):
+    model = load_weights(run, pytest.fail).model
+    expected = {
+        "token_embd.weight": model.embedding.weight, "output.weight": model.head.weight,
+        "blk.0.ffn_down.weight": model.blocks[0].branches[1][0].output.weight,
+    }  # fmt: skip
+    assert export(run, "hf", out=tmp_path / "hf").type == "F32"
+    assert export(run, "gguf", out=tmp_path / "model.gguf").type == "F32"
+    gguf, folder = GGUFFile(tmp_path / "model.gguf"), ModelFolder(tmp_path / "hf")
+    for name, weight in expected.items():
+        assert torch.equal(folder.tensor(name), weight.weight(torch.float32))
+        assert torch.equal(read_reordered(gguf, name), weight.weight(torch.float32))
+    report = export(run, "safetensors", out=tmp_path / "model.safetensors")
+    assert report.type == "float32"
+    again = load_weights(tmp_path / "model.safetensors", pytest.fail).model
+    ids = torch.arange(12)[None]
+    assert torch.equal(again(ids), model(ids))
+
+
+def test_report_of_a_baseline_counts_its_weights_and_a_probe_is_refused(run):
+    report = open_saved(run, pytest.fail).report()
+    weights = 2 * 256 * 32 + 4 * 32 * 32 + 3 * 32 * 48
+    assert report.num_weights == weights
+    assert report.bytes_by_area == {"float32": {"float32": 4 * weights}}
+    with pytest.raises(ArbError, match="no integers to probe"):
+        open_to_probe(run, steps=1, note=pytest.fail)
+
+
+def test_baseline_that_no_architecture_holds_is_refused_as_a_folder(tmp_path):
+    run = train(tmp_path / "run", "float", experts=2)
+    with pytest.raises(ArbError, match="a baseline has no packed weights"):
+        export(run, "hf", out=tmp_path / "hf")
