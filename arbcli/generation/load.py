@@ -126,9 +126,10 @@ def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
         ArbError: there is no checkpoint, or it is damaged.
     """
     name, checkpoint = _with_context(*read_saved(path, note, accept_weights))
-    model = empty_model(checkpoint, weights_only=True)
+    cpu = torch.device("cpu")
+    model = empty_model(checkpoint, cpu, weights_only=True)  # with the angles of a baseline
     model.load_state_dict(checkpoint.tensors, assign=True)
-    return Weights(model, checkpoint, name, _trained_in(name, checkpoint, torch.device("cpu")))
+    return Weights(model, checkpoint, name, _trained_in(name, checkpoint, cpu))
 
 
 def accept_weights(checkpoint: Checkpoint) -> set[str]:
