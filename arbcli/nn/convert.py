@@ -121,6 +121,7 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
     storages = [_storage(uses, settings) for uses in groups]
     head = _output_weight(model)
     width = _width(model)
+    has_ties = any(len(uses) > 1 for uses in groups)
     own_grid = ORIGIN in _configuration(model)
     together = _fused(model, groups, storages, settings["fuse"])
     changed: dict[nn.Module, str] = {}
@@ -158,6 +159,12 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
         # patterns by which Transformers renames float weights when it saves them
         model._float_conversions = getattr(model, "_weight_conversions", None)  # type: ignore[assignment]
         model._weight_conversions = []  # type: ignore[assignment]
+        if has_ties:
+            model.tie_weights = _keep_ties  # type: ignore[assignment]
+
+
+def _keep_ties(*_: Any, **__: Any) -> None:
+    """Do nothing, in place of `tie_weights` of Transformers: tied weights are one packed tensor."""
 
 
 def _hold(uses: list[_Use], packed: Anchored) -> None:

@@ -145,7 +145,7 @@ def test_fused_layers_equal_separate_ones():
         arbcli.to_integers(Pair(), fuse=[["a", "c"]])
 
 
-def test_resizing_an_embedding_is_refused(transformers):
+def test_resizing_an_embedding_is_refused_and_ties_stay(transformers):
     for tied in (False, True):
         model, ids = tiny.build("qwen3", tie_word_embeddings=tied), tiny.batch()
         arbcli.to_integers(model)
@@ -153,6 +153,10 @@ def test_resizing_an_embedding_is_refused(transformers):
         with pytest.raises(ArbError, match="cannot be assigned"):
             model.resize_token_embeddings(120)
         assert torch.equal(model(ids).logits, wanted)
+        for one in (model, copy.deepcopy(model)):  # `Trainer` ties a checkpoint that it has loaded
+            one.tie_weights()
+            one.tie_weights(recompute_mapping=False)
+            assert torch.equal(one(ids).logits, wanted)
 
 
 def test_module_that_is_used_twice_has_all_names_and_taps_are_rows_of_a_matrix():
