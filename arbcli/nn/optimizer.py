@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 
 from arbcli.base.errors import ArbError
 from arbcli.kernels.rows.weighted_rows import TouchedRows
@@ -73,7 +75,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         """Tensors whose moments have gradients of this step, and which did not step along them."""
         for weight in self._weights:
             weight.sink = self._consume
-        _guard_other_optimizers()
+        _guard_others()
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse copies, whose weights would be others'."""
@@ -272,11 +274,12 @@ def check_numbers(lr: float, accumulation: int, weight_decay: float, seed: int) 
 _guarded = False
 
 
-def _guard_other_optimizers() -> None:
-    """Refuse steps of float optimizers whose parameters include integer weights."""
+def _guard_others() -> None:
+    """Refuse float optimizers whose parameters include integer weights, and averages of these."""
     global _guarded
     if not _guarded:
         register_optimizer_step_pre_hook(_refuse_anchors)
+        register_module_module_registration_hook(_refuse_averages)
         _guarded = True
 
 
@@ -289,4 +292,13 @@ def _refuse_anchors(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f"{type(optimizer).__name__} has integer weights among its parameters",
             "train these with the optimizer of `arbcli.to_integers`, and give"
             f" {type(optimizer).__name__} the parameters in `arbcli.floats(model)`",
+        )
+
+
+def _refuse_averages(module: nn.Module, _: str, part: nn.Module | None) -> None:
+    parts = part.modules() if isinstance(module, AveragedModel) and part is not None else ()
+    if any(isinstance(inner, Anchored) for inner in parts):
+        raise ArbError(
+            "`AveragedModel` cannot average integer weights",
+            "average what `arbcli.nn.float_state_dict(model)` returns after each step",
         )

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import arbcli
 from arbcli.base.errors import ArbError
@@ -235,6 +236,7 @@ def test_wrong_uses_are_refused():
         (lambda: build(accumulation=0), "`accumulation` is 0"),
         (lambda: build(accumulation=2.0), "`accumulation` is 2.0"),
         (model[2].weight_packed._replicate_for_data_parallel, "several GPUs"),
+        (lambda: AveragedModel(model, use_buffers=True), "cannot average integer weights"),
     ):
         with pytest.raises(ArbError, match=said):
             use()
