@@ -194,7 +194,8 @@ def _grouped(model: nn.Module, settings: dict[str, Any]) -> list[list[_Use]]:
                 "`[name for name, _ in model.named_parameters()]` has all names",
             )
     chosen_groups = [uses for uses in groups if not _any_matches(uses, settings["skip"])]
-    problems = [(uses, _problem(uses)) for uses in chosen_groups]
+    kept = _in_containers(model)
+    problems = [(uses, _problem(uses, kept)) for uses in chosen_groups]
     refused = [(uses[0].full_name, problem) for uses, problem in problems if problem]
     if refused and not settings["skip_unsupported"]:
         name, problem = refused[0]
@@ -252,7 +253,18 @@ def _any_matches(uses: Iterable[_Use], patterns: Iterable[str]) -> bool:
     return any(use.matches(pattern) for use in uses for pattern in patterns)
 
 
-def _problem(uses: list[_Use]) -> str | None:
+def _in_containers(model: nn.Module) -> set[int]:
+    """Return the identities of the parameters that modules also have in lists or dictionaries."""
+    parts = [part for module in model.modules() for part in vars(module).items()]
+    containers = [
+        value.values() if isinstance(value, dict) else value
+        for name, value in parts
+        if name != "_parameters" and isinstance(value, list | tuple | dict)
+    ]
+    return {id(part) for values in containers for part in values if isinstance(part, nn.Parameter)}
+
+
+def _problem(uses: list[_Use], kept: set[int]) -> str | None:
     """Return why a parameter cannot be converted; None if it can."""
     value = uses[0].value
     if nn.parameter.is_lazy(value) or value.is_meta:
@@ -275,6 +287,8 @@ def _problem(uses: list[_Use]) -> str | None:
             module.max_norm is not None or module.scale_grad_by_freq or module.sparse
         ):
             return "its embedding has `max_norm`, `scale_grad_by_freq` or `sparse`"
+    if id(value) in kept:
+        return "a list or dictionary of a module has it too, and would keep its floats"
     if len({is_transposed(use.module, use.name) for use in uses}) > 1:
         return "it is tied to its transpose"
     return None

@@ -273,6 +273,7 @@ def test_tied_weights_step_once_by_both_gradients():
         (lambda model: model.inner.append(nn.LSTM(4, 4)), "LSTM reads its weights"),
         (lambda model: nn.utils.parametrizations.weight_norm(model.inner[0]), "parametrized"),
         (lambda model: model.inner.append(nn.Embedding(3, 4, max_norm=1.0)), "max_norm"),
+        (lambda model: setattr(model, "all", [*model.inner.parameters()]), "a list or dictionary"),
     ],
 )
 def test_what_cannot_be_converted_is_refused_by_name_or_skipped(change, problem):
