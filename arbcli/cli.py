@@ -56,6 +56,8 @@ OTHER_NAMES = {
     "--block-size": "--ctx", "--max-steps": "--steps", "--iters": "--steps",
     "--gradient-accumulation-steps": "--accum", "--grad-accum": "--accum", "--dataset": "--data",
     "--output-dir": "--out", "--max-tokens": "--length", "--max-new-tokens": "--length",
+    "--num-tokens": "--length", "--n-predict": "--length", "--temp": "--temperature",
+    "--hidden-size": "--dim", "--n-embd": "--dim", "--dtype": "--compute",
 }  # fmt: skip
 """Options by the names that they have in other programs."""
 
@@ -127,7 +129,8 @@ def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> str:
 def _usage_hint(error: Any) -> str:
     """Return the hint for a mistake in arguments."""
     command = error.ctx.command_path if error.ctx else "arb"
-    if option := OTHER_NAMES.get(getattr(error, "option_name", "")):
+    option = OTHER_NAMES.get(getattr(error, "option_name", ""))
+    if option and any(option in param.opts for param in error.ctx.command.params):
         return f"use `{option}`"
     if command.endswith("train") and "unexpected extra argument" in error.format_message():
         return "name texts with `--data`, as in `arb train --data book.txt`"

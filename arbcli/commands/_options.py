@@ -164,9 +164,15 @@ def rename_options(words: list[str]) -> list[str]:
 
 
 def fill_options(words: list[str]) -> list[str]:
-    """Expand `SHORT`, and add omitted values, as Typer does not support optional ones."""
+    """Expand `SHORT`, and add omitted values, as Typer does not support optional ones.
+
+    Raises:
+        ArbError: `--bytes` of `arb generate` is followed by a number.
+    """
     expanded: list[str] = []
     for word, following in pairwise([*words, ""]):
+        if word == "--bytes" and following.isdecimal() and not Path(following).exists():
+            raise ArbError("`--bytes` takes no number", f"use `--length {following}`")
         expanded += SHORT.get(word, (word,))
         if word in OPTIONAL and not re.fullmatch(VALUE_OF[word], following):
             expanded.append(OPTIONAL[word])
