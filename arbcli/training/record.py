@@ -65,8 +65,14 @@ class Record:
     """Generated text, if a sample was due."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields, with None for numbers that are not finite, which JSON lacks."""
-        return {name: finite(getattr(self, name)) for name in _TYPES}
+        """Return the fields, with None for numbers that are not finite, which JSON lacks.
+
+        Unlike a `val_loss` that is missing, one that is not finite is also among the gauges.
+        """
+        fields = {name: finite(getattr(self, name)) for name in _TYPES}
+        if fields["val_loss"] is None and self.val_loss is not None:
+            fields["gauges"]["val_loss"] = None
+        return fields
 
 
 def finite(value: Any) -> Any:
@@ -241,9 +247,13 @@ def best_step(records: Iterable[dict[str, Any]]) -> int | None:
 
 
 def held_out_losses(records: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return the steps and held-out losses of the records that have one."""
-    pairs = ((record["step"], record.get("val_loss")) for record in records)
-    return [(step, loss) for step, loss in pairs if loss is not None]
+    """Return the steps and held-out losses of the records that have one; NaN if not finite."""
+    losses = []
+    for record in records:
+        loss = record.get("val_loss")
+        if loss is not None or "val_loss" in (record.get("gauges") or ()):
+            losses.append((record["step"], math.nan if loss is None else loss))
+    return losses
 
 
 class RunRecords:

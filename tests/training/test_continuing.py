@@ -216,6 +216,8 @@ def test_run_stops_when_its_loss_has_not_fallen_and_keeps_the_best(
     assert report.checkpoint == str(run / f"step-000004{form}.safetensors")
     assert read_saved(run, notes.append).checkpoint.step == 4
     assert notes[1:] == [f"reading step 4; `{best}` had the lowest held-out loss"]
+    with pytest.raises(ArbError, match="has not fallen in 2 evaluations"):  # of which one NaN
+        resume_run(run, Observer(), steps=9)
 
 
 def test_resumed_run_counts_the_evaluations_before_and_takes_no_more_steps(
