@@ -39,6 +39,8 @@ SEEN_FIRST = 4
 """Weights of a group, the largest, that a scale of our own grid must fit before all are read."""
 ROUNDED_AT_ONCE, NUMBERS_AT_ONCE = 1 << 18, 1 << 13
 """Number of weights that are rounded at a time, and of those with a scale each."""
+MOST_SHIFTED = 126
+"""Octaves that errors are shifted by at most, so that their squares are floats at any scale."""
 ZERO = 0
 """v of a group of zeros."""
 
@@ -119,9 +121,11 @@ def _round_groups(weight: Tensor, grid: Grid, own_grid: bool) -> tuple[Tensor, T
         chosen, rest = torch.where(is_exact, exact, chosen), (~is_exact).nonzero().flatten()
     if len(rest):
         some, least = weight[rest], torch.full((len(rest),), torch.inf)
+        exponent = torch.frexp(peak[rest]).exponent.clamp(-MOST_SHIFTED, MOST_SHIFTED)
+        shift = torch.ldexp(torch.ones(len(rest), 1), -exponent[:, None])
         for offset in PLACES:
             place = _held(first[rest] + offset)
-            error = _sums_of_rows((_levels(some, place, grid)[1] - some).square_())
+            error = _sums_of_rows(((_levels(some, place, grid)[1] - some) * shift).square_())
             better = error < least
             least = torch.where(better, error, least)
             chosen[rest] = torch.where(better, place, chosen[rest])

@@ -76,7 +76,7 @@ def round_reference(
 )  # fmt: skip
 def test_rounding_equals_reference(grid, group, columns, own_grid, backend):
     weight = drawn(5, columns)
-    weight[3:] *= torch.tensor([[1e-9], [1e5]])
+    weight[3:] *= torch.tensor([[1e-20], [1e5]])
     weight[0, :group] = 0  # a group without a weight
     weight[1, 1] = 3.0  # an outlier
     weight[2, :2] = torch.tensor([1e-30, -1e9])
@@ -89,11 +89,14 @@ def test_rounding_equals_reference(grid, group, columns, own_grid, backend):
     assert torch.equal(rounded.v, wanted.v)
 
 
-@pytest.mark.parametrize(("size", "scale"), [(1e-37, -96 * 128), (3e38, 32 * 128 - 1)])
-def test_scales_end_where_their_digits_do(size, scale):
+@pytest.mark.parametrize("backend", ["torch", *["native"] * native.available()])
+@pytest.mark.parametrize(("size", "scale", "z"), [(1e-37, -12288, 0), (3e38, 4095, 127)])
+def test_scales_end_where_their_digits_do(size, scale, z, backend):
     """In eight bits the next exponent would be another one."""
     weight = torch.tensor([[size, -size, size / 3, 0.0]])
-    assert round_weights(weight, 4, MOMENT).v.tolist() == [[scale]]
+    with use_backend(backend):
+        rounded = round_weights(weight, 4, MOMENT)
+    assert (rounded.v.tolist(), rounded.z.tolist()) == ([[scale]], [[z, -z, z, 0]])
 
 
 @pytest.mark.parametrize("grid", [MOMENT, NIBBLE], ids=["moment", "nibble"])

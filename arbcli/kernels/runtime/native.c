@@ -1911,15 +1911,17 @@ static int64_t place_above(const struct rounding *about, double least) {
     return held_place(about, (exponent - 1) * about->count + low);
 }
 
-/* Round a group to levels; the result is the sum of the squared errors, halves added first. */
+/* Round a group to levels; the result is the sum of the squared errors, halves added first. Errors
+   are times `shift`, a power of two, as the squares of small and of large ones are no floats. */
 static float round_to_levels(const float *restrict w, float *restrict z, float *restrict errors,
-                             int64_t size, float step, float most) {
+                             int64_t size, float step, float most, float shift) {
     for (int64_t k = 0; k < size; k++) {
         float level = rintf(w[k] / step);
         level = level > most ? most : level;
         level = level < -most ? -most : level;
         uint32_t bits = to_bits(level * step); /* rounded to bfloat16 as by `to_bf16` */
-        float error = from_bits((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000) - w[k];
+        float rounded = from_bits((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
+        float error = (rounded - w[k]) * shift;
         z[k] = level, errors[k] = error * error;
     }
     for (int64_t rest = size, half; rest > 1; rest = half) {
@@ -1942,6 +1944,10 @@ static void round_groups_of_rows(const void *given, int64_t first, int64_t last,
             float peak = 0, least = INFINITY;
             for (int64_t k = 0; k < size; k++) peak = fabsf(w[k]) > peak ? fabsf(w[k]) : peak;
             int64_t chosen = 0, from = 0, octave;
+            int exponent;
+            frexpf(peak, &exponent);
+            exponent = exponent < -126 ? -126 : exponent > 126 ? 126 : exponent;
+            float shift = ldexpf(1, -exponent);
             if (peak > 0) {
                 double need = (double)peak * (double)about->unit / ((double)about->largest + 0.5);
                 chosen = from = place_above(about, need);
@@ -1950,7 +1956,7 @@ static void round_groups_of_rows(const void *given, int64_t first, int64_t last,
                 int64_t place = held_place(about, from + about->offsets[i]), index = place;
                 octave = octave_of(about, &index);
                 float step = ldexpf(about->roots[index], (int)octave) / unit;
-                float error = round_to_levels(w, z, errors, size, step, most);
+                float error = round_to_levels(w, z, errors, size, step, most, shift);
                 if (error < least) {
                     least = error, chosen = place;
                     memcpy(best, z, (size_t)size * 4);
