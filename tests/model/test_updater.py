@@ -111,6 +111,30 @@ def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulati
             assert not updater._squares.any()
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_no_random_stream_of_a_step_has_the_key_of_another(rule, monkeypatch):
+    """Of all matrices and of their averages."""
+    tensors = [build(rule, DIRECTION[rule], "cpu")[0] for _ in range(3)]
+    updater, control_of, keys = updater_of(*tensors), Updater._control_of, []
+
+    def controlled(self, target):
+        control = control_of(self, target)
+        keys.extend(map(int, control.keys))
+        return control
+
+    def move(tensors, key_of, *_):
+        keys.extend(int(key_of(tensor)) for tensor in tensors)
+        return []
+
+    monkeypatch.setattr(Updater, "_control_of", controlled)
+    monkeypatch.setattr("arbcli.model.averages.move_averages", move)
+    updater.begin(0, lr=1.0)
+    for tensor in tensors:
+        updater(tensor, gradient("cpu"))
+    updater._average_weights()
+    assert len({*keys}) == len(keys) == len(tensors) * (NUM_STREAMS + 1)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, 2.0**-70, 2.0**64])
 @pytest.mark.parametrize(
     ("kind", "rule", "direction"),
