@@ -305,14 +305,15 @@ def check_texts(settings: dict[str, Any]) -> None:
         settings.get("data_format"),
         has_tokenizer=settings.get("tokenizer") is not None,
     )
-    paths = [Path(os.path.expanduser(files.weight_of(entry)[0])) for entry in entries]
-    if any(files.may_have_records(path) or not path.is_file() for path in paths):
+    media = {kind: settings[kind] for kind in MEDIA if settings.get(kind)}
+    names = [files.weight_of(entry)[0] for entry in entries]
+    if not media or any(name == files.STDIN or name.startswith(files.HUB) for name in names):
         return
-    for kind in MEDIA.keys() - {medium_of(path.name) for path in paths}:
-        if settings.get(kind):
-            raise ArbError(
-                f"`--{kind}` only applies to {kind}s, and the data has none", "leave it out"
-            )
+    paths = files.find_files(names, [], files.Conversion(**media)) if names else []
+    if any(map(files.may_have_records, paths)):
+        return
+    for kind in media.keys() - {medium_of(path.name) for path in paths}:
+        raise ArbError(f"`--{kind}` only applies to {kind}s, and the data has none", "leave it out")
 
 
 def check_entries(

@@ -51,8 +51,9 @@ def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
     ):  # fmt: skip
         (tmp_path / name).write_text(content)
     (tmp_path / "shard.bin").write_bytes(b"\x88\xd84\1\1".ljust(1024, b"\0"))
-    for name in ("empty", "folder.png", "run", "theirs"):
+    for name in ("empty", "folder.png", "run", "texts", "theirs"):
         (tmp_path / name).mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("ternary weights")
     (tmp_path / "theirs" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "run" / "config.json").write_text("{}")
     (tmp_path / "run" / "step-000001.safetensors").write_bytes(b"")

@@ -177,7 +177,7 @@ def test_every_option_reaches_its_field(command, arb_here, monkeypatch):
     assert {option.name for option in known} <= {*fields, *OTHERS}
     new_config = mock.Mock(side_effect=ArbError("enough"))
     monkeypatch.setattr(configure, "new_config", new_config)
-    for early in ("train_config", "files.check_named", "check_regular", "find_run", "may_have_gpu"):
+    for early in ("train_config", "check_texts", "check_regular", "find_run", "may_have_gpu"):
         # no model has all of them
         monkeypatch.setattr(f"arbcli.commands._options.{early}", mock.Mock())
     words, expected = [], {"processes": 1} if command == "train" else {}
