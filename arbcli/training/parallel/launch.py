@@ -16,7 +16,7 @@ from subprocess import Popen
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from arbcli.base.output import fail
+from arbcli.base.output import fail, note
 from arbcli.base.signals import RememberedSignal
 from arbcli.training.parallel.process import STORE
 
@@ -119,6 +119,10 @@ def _first_failure(processes: Sequence[Popen], stop: RememberedSignal) -> Failur
     while running:
         if stop.received and not forwarded:
             forwarded = True
+            note(
+                f"stopping by {stop.received.name}: processes finish the step and save; a second"
+                " signal kills them"
+            )
             for process in running.values():
                 process.send_signal(stop.received)
         ended = {
