@@ -107,7 +107,7 @@ def draw_speed(runs: Runs) -> Any:
         axes.bar_label(drawn, fmt="%.2f", fontsize=9)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(PRESETS)), PRESETS)
-    axes.set(ylabel="speed, the float baseline's being 1")
+    axes.set(ylabel="speed relative to the float baseline")
     axes.legend(loc="upper left", frameon=False)
     axes.set_ylim(0, 1.15 * max(ratio for _, heights in bars for ratio in heights if ratio) + 0.15)
     return figure
