@@ -27,12 +27,12 @@ def forward_with_cache(model: "LanguageModel", ids: Tensor, cache: "Cache") -> T
             return model.logits(_continue_stages(model, 0, x, ids, reading, cache))
         fused = fuses(model, x)
         with cache.main.clock.reading(ids.shape[1]):
-            flow = model.run_innermost(x, reading, cache.main, fused=fused)
+            hidden = model.run_innermost(x, reading, cache.main, fused=fused)
         if fused:
-            return fused_logits(model, flow.x)
+            return fused_logits(model, hidden.x)
         if len(x) > 1:
-            return each_text(lambda row: model.logits(BlockOutput(row)), flow.total())
-        return model.logits(flow)
+            return each_text(lambda row: model.logits(BlockOutput(row)), hidden.total())
+        return model.logits(hidden)
 
 
 class Phase(NamedTuple):

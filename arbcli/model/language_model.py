@@ -174,22 +174,22 @@ class LanguageModel(PackedModel):
             heads;
             `teacher`, the mean divergence from the teacher's predictions in nats per symbol.
         """
-        flow = self._hidden(ids, documents, dropout)
+        hidden = self._hidden(ids, documents, dropout)
         if self.config.composite:
-            head_input = self._head_input(flow)
+            head_input = self._head_input(hidden)
             losses = self.head.next_losses(head_input, self.norm, targets, self.cross_entropy)
         elif self.config.is_masked:
-            losses = {"text": self._masked_losses(flow, targets).mean()}
+            losses = {"text": self._masked_losses(hidden, targets).mean()}
         elif self.config.fills or documents is not None:
-            losses = {"text": self._mean_loss(flow, targets)}
+            losses = {"text": self._mean_loss(hidden, targets)}
         else:
-            losses = {"text": self._text_loss(flow, targets)}
-        for name, terms in flow.losses.items():
+            losses = {"text": self._text_loss(hidden, targets)}
+        for name, terms in hidden.losses.items():
             losses[name] = cast(Tensor, sum(terms)) / len(terms) if len(terms) > 1 else terms[0]
         if self.ahead:
-            losses |= self.ahead.losses(flow.total(), ids)
+            losses |= self.ahead.losses(hidden.total(), ids)
         if teacher is not None:
-            divergences = self._divergences(flow, teacher, ids, documents)
+            divergences = self._divergences(hidden, teacher, ids, documents)
             learnt = torch.ones_like(targets) if documents is None else targets >= 0
             losses["teacher"] = (divergences * learnt).sum() / learnt.sum().clamp(min=1)
         return losses
@@ -199,30 +199,30 @@ class LanguageModel(PackedModel):
         """Weight of each term of `losses`; that of the text is 1."""
         return self.config.loss_weights | {"teacher": TEACHER_WEIGHT}
 
-    def _text_loss(self, flow: BlockOutput, targets: Tensor) -> Tensor:
+    def _text_loss(self, hidden: BlockOutput, targets: Tensor) -> Tensor:
         if self.scores_in_chunks:
-            return self._score(flow, targets).mean()
-        return self.cross_entropy(self.logits(flow).flatten(0, 1), targets.flatten())
+            return self._score(hidden, targets).mean()
+        return self.cross_entropy(self.logits(hidden).flatten(0, 1), targets.flatten())
 
-    def _mean_loss(self, flow: BlockOutput, targets: Tensor) -> Tensor:
+    def _mean_loss(self, hidden: BlockOutput, targets: Tensor) -> Tensor:
         """Compute the mean loss over the targets that are not negative."""
         learnt = targets >= 0
-        return self._symbol_losses(flow, targets).sum() / learnt.sum().clamp(min=1)
+        return self._symbol_losses(hidden, targets).sum() / learnt.sum().clamp(min=1)
 
-    def _masked_losses(self, flow: BlockOutput, targets: Tensor) -> Tensor:
+    def _masked_losses(self, hidden: BlockOutput, targets: Tensor) -> Tensor:
         """Compute (B, T) float32 losses, whose mean is `arbcli.families.masked.masking`'s bound.
 
         The cross-entropy of each of a window's k hidden symbols is weighted by T / k; the loss of
         visible symbols is 0.
         """
         weights = import_module(OBJECTIVES["masked"]).bound_weights(targets)
-        return self._symbol_losses(flow, targets) * weights
+        return self._symbol_losses(hidden, targets) * weights
 
-    def _symbol_losses(self, flow: BlockOutput, targets: Tensor) -> Tensor:
+    def _symbol_losses(self, hidden: BlockOutput, targets: Tensor) -> Tensor:
         """Compute the cross-entropy of each target, (B, T) float32; 0 for negative targets."""
         if self.scores_in_chunks:
-            return self._score(flow, targets) * (targets >= 0)
-        logits, numbers = self.logits(flow).float().flatten(0, 1), targets.clamp(min=-1).flatten()
+            return self._score(hidden, targets) * (targets >= 0)
+        logits, numbers = self.logits(hidden).float().flatten(0, 1), targets.clamp(min=-1).flatten()
         losses = functional.cross_entropy(logits, numbers, ignore_index=-1, reduction="none")
         return losses.view(targets.shape)
 
@@ -231,28 +231,28 @@ class LanguageModel(PackedModel):
         """Whether losses are computed in chunks of the vocabulary, without storing all logits."""
         return self.config.weights == "ternary" and is_chunked(self.config.vocabulary)
 
-    def _score(self, flow: BlockOutput, targets: "Tensor | Predictions") -> Tensor:
-        x = self._head_input(flow)
+    def _score(self, hidden: BlockOutput, targets: "Tensor | Predictions") -> Tensor:
+        x = self._head_input(hidden)
         return self.head.losses(x, targets, self.norm, recompute=self.recompute)
 
-    def _head_input(self, flow: BlockOutput) -> Tensor:
-        x = flow.total()
+    def _head_input(self, hidden: BlockOutput) -> Tensor:
+        x = hidden.total()
         return x + self.byte_mlp(x, self.byte_norm).added if self.config.head else x
 
     def _divergences(
-        self, flow: BlockOutput, teacher: "LanguageModel", ids: Tensor, documents: Tensor | None
+        self, hidden: BlockOutput, teacher: "LanguageModel", ids: Tensor, documents: Tensor | None
     ) -> Tensor:
         """Compute the KL divergence from the teacher's predictions, (B, T) float32, in nats."""
         with torch.no_grad():
-            teacher_flow = teacher._hidden(ids, documents)
+            teacher_hidden = teacher._hidden(ids, documents)
             if self.scores_in_chunks:
-                inputs = teacher._head_input(teacher_flow)
+                inputs = teacher._head_input(teacher_hidden)
                 predictions = teacher.head.predictions(inputs, teacher.norm)
             else:
-                logits = teacher.logits(teacher_flow).flatten(0, 1)
+                logits = teacher.logits(teacher_hidden).flatten(0, 1)
         if self.scores_in_chunks:
-            return self._score(flow, predictions)
-        return divergence(self.logits(flow).flatten(0, 1), logits).view(ids.shape)
+            return self._score(hidden, predictions)
+        return divergence(self.logits(hidden).flatten(0, 1), logits).view(ids.shape)
 
     def position_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Compute the cross-entropy of each target, (B, T) int64: (B, T) float32, in nats.
@@ -320,15 +320,15 @@ class LanguageModel(PackedModel):
         (between,) = self._between
         return between(run, x, reading, batched=bool(track and track.text_views))
 
-    def logits(self, flow: BlockOutput) -> Tensor:
+    def logits(self, hidden: BlockOutput) -> Tensor:
         """Compute logits, (B, T, V) in `compute_dtype`, from the stream before the final norm."""
         if self.config.composite:
-            return self.head(self._head_input(flow), self.norm).logits
+            return self.head(self._head_input(hidden), self.norm).logits
         if self.config.head:
-            return self.head(self._head_input(flow), self.norm)
-        if flow.added is None:
-            return self.head(flow.x, self.norm)
-        return self.head(flow.x, self.norm, flow.added)[0]
+            return self.head(self._head_input(hidden), self.norm)
+        if hidden.added is None:
+            return self.head(hidden.x, self.norm)
+        return self.head(hidden.x, self.norm, hidden.added)[0]
 
     def _forward_stacks(self) -> list[Stack]:
         """Return the stacks of blocks in the order of a forward."""

@@ -121,13 +121,13 @@ class Block(nn.Module):
             branch, inputs = self.branches[number], reading
             if reading and drops:
                 inputs = reading._replace(dropout=drops.select(number, 1))
-            flow = branch.part(x, branch.norm, added, inputs, state)
-            losses.append(flow.losses)
+            output = branch.part(x, branch.norm, added, inputs, state)
+            losses.append(output.losses)
             if self.contribution != 1:
-                flow = flow._replace(added=self.contribution * flow.added)
+                output = output._replace(added=self.contribution * output.added)
             if drops is None:
-                return flow
-            return flow._replace(added=drops.drop(number, flow.added))
+                return output
+            return output._replace(added=drops.drop(number, output.added))
 
         for number, branch in enumerate(self.branches):
             if branch.connection is None:
@@ -258,7 +258,7 @@ class Stack(nn.ModuleList):
             rows = [
                 self(row, read.select_text(text), view, span=span) for text, (row, view) in texts
             ]
-            return BlockOutput(torch.cat([flow.total() for flow in rows]))
+            return BlockOutput(torch.cat([output.total() for output in rows]))
         if self.streams > 1:
             x = import_module(RESIDUAL).spread_streams(x, self.streams)
             if any(map(is_compiled, self)):
@@ -272,14 +272,14 @@ class Stack(nn.ModuleList):
                 drops_here = drops.select(self.first_branch + firsts[index], len(block.branches))
                 reading = reading._replace(dropout=drops_here)
             if recompute and torch.is_grad_enabled():
-                flow = recomputed(block, x, None, reading)
+                output = recomputed(block, x, None, reading)
             else:
                 # hooks expect the complete stream, and compiled blocks fuse the addition themselves
                 add_residual = self.is_baseline or is_compiled(block) or bool(block._forward_hooks)
                 state = states[index] if states else None
-                flow = block(x, added, reading, state, add_residual=add_residual)
-            x, added = flow.x, flow.added
-            losses.append(flow.losses)
+                output = block(x, added, reading, state, add_residual=add_residual)
+            x, added = output.x, output.added
+            losses.append(output.losses)
         if self.streams > 1:
             x = import_module(RESIDUAL).average_streams(x)
         return BlockOutput(x, added, merge(*losses))

@@ -310,9 +310,9 @@ def test_growth_is_reported_for_bytes_and_layers(text, monkeypatch):
     plain, place = block.forward, 9
 
     def enlarging(*given, **options):
-        flow = plain(*given, **options)
-        parts = flow.x.split((place, 1, flow.x.shape[1] - place - 1), dim=1)
-        return flow._replace(x=torch.cat((parts[0], 40 * parts[1], parts[2]), dim=1))
+        output = plain(*given, **options)
+        parts = output.x.split((place, 1, output.x.shape[1] - place - 1), dim=1)
+        return output._replace(x=torch.cat((parts[0], 40 * parts[1], parts[2]), dim=1))
 
     sound = examine(trainer_of(text, **TIMID), 1).readings[0]
     monkeypatch.setattr(block, "forward", enlarging)

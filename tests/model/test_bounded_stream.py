@@ -29,7 +29,9 @@ def test_parts_add_a_share_and_blocks_end_within_the_bound(streams):
     seen = []
     for stream in ({}, {"contribution": 0.5}, {"bound": 0.5}):
         lm = build(model(streams, **stream))
-        lm.blocks[-1].register_forward_hook(lambda _block, _given, flow: seen.append(flow.total()))
+        lm.blocks[-1].register_forward_hook(
+            lambda _block, _given, output: seen.append(output.total())
+        )
         with use_backend("torch"):
             lm(torch.arange(11)[None] + 97)
     whole, half, small = (x.square().mean(dim=-1).sqrt() for x in seen)

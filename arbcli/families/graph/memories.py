@@ -63,17 +63,17 @@ class Memories(nn.Module):
         """
         taps = [x]
         if self.config is None:
-            flow = run(x, slice(None))
+            output = run(x, slice(None))
         else:
             before = run(x, slice(0, self.config.place))
             remember = self._remember_by_text if batched else self._remember
             x, losses = remember(before.total(), taps, reading)
-            flow = run(x, slice(self.config.place, None))
-            flow = flow._replace(losses=merge(before.losses, losses, flow.losses))
+            output = run(x, slice(self.config.place, None))
+            output = output._replace(losses=merge(before.losses, losses, output.losses))
         if self.router:
             route = self._route_by_text if batched else self.router
-            flow = BlockOutput(route([flow.total(), *taps]), None, flow.losses)
-        return flow
+            output = BlockOutput(route([output.total(), *taps]), None, output.losses)
+        return output
 
     def _remember(
         self, x: Tensor, taps: list[Tensor], reading: BlockInputs
