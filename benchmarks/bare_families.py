@@ -100,7 +100,7 @@ def total(stream: Stream) -> Tensor:
     return x if added is None else x + added
 
 
-def turn(x: Tensor, angles: Angles) -> Tensor:
+def rotate(x: Tensor, angles: Angles) -> Tensor:
     """Rotate (..., d) by (..., d / 2) angles, in the dtype of x."""
     cos, sin = (part.to(x.dtype) for part in angles)
     a, b = x.chunk(2, -1)
@@ -147,7 +147,7 @@ class Attention(nn.Module):
         batch, length, dim = x.shape
         parts = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
-        q, k = (unit(turn(part, at(self.table(), slice(length)))) for part in (q, k))
+        q, k = (unit(rotate(part, at(self.table(), slice(length)))) for part in (q, k))
         if self.window is not None and self.window < length:
             y = attend_in_window(q, k, v, self.window)
         else:
@@ -172,8 +172,8 @@ class Indexer(nn.Module):
         ends, starts = slice(m - 1, x.shape[1], m), slice(0, x.shape[1], m)
         both = self.query(x.detach()[:, ends])
         q, weights = both.split((self.heads * self.width, self.heads), -1)
-        q = turn(unit(q.unflatten(-1, (self.heads, -1))), at(angles, ends, heads=True))
-        keys = turn(unit(self.key(still.detach())), at(angles, starts))
+        q = rotate(unit(q.unflatten(-1, (self.heads, -1))), at(angles, ends, heads=True))
+        keys = rotate(unit(self.key(still.detach())), at(angles, starts))
         return q, weights * (self.heads * self.width) ** -0.5, keys
 
     @torch.no_grad()
@@ -233,11 +233,11 @@ class Compressed(nn.Module):
             (self.heads * width, width, width, width), -1
         )
         of_heads = at(angles, slice(None), heads=True)
-        q = turn(unit(q.unflatten(-1, (self.heads, width))), of_heads)
-        recent = turn(unit(recent), angles)
+        q = rotate(unit(q.unflatten(-1, (self.heads, width))), of_heads)
+        recent = rotate(unit(recent), angles)
         share = (gates.unflatten(1, (-1, m)).float() + self.beta.T).softmax(2)
         still = unit((share * values.unflatten(1, (-1, m))).sum(2)).to(x.dtype)
-        entries = turn(still, at(angles, slice(0, length, m)))
+        entries = rotate(still, at(angles, slice(0, length, m)))
         q = q * width**-0.5
         by_flex = self.mask is not None
         near, total = (
@@ -258,7 +258,7 @@ class Compressed(nn.Module):
             divergence = self.indexer.divergence(projections, chosen, exists, shares)
         y = (near / total[..., None]).to(x.dtype)
         back = of_heads[0], -of_heads[1]
-        return self.out(turn(y, back).flatten(2)), divergence
+        return self.out(rotate(y, back).flatten(2)), divergence
 
     def new_mask(self, length: int) -> Any:
         """Say what positions see of the bytes, and of the entries after them unless selected."""

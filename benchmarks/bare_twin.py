@@ -44,11 +44,11 @@ class Block(nn.Module):
         parts = self.qkv(rms_norm(x)).view(batch, length, 3, self.heads, dim // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
 
-        def turn(part: Tensor) -> Tensor:
+        def rotate(part: Tensor) -> Tensor:
             a, b = part.chunk(2, -1)
             return rms_norm(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
 
-        y = functional.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True)
+        y = functional.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(batch, length, dim))
         gate, value = self.up(rms_norm(x)).chunk(2, -1)
         return x + self.down(functional.silu(gate) * value)

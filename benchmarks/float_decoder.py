@@ -61,7 +61,7 @@ def normalise(x: Tensor) -> Tensor:
     return functional.rms_norm(x.float(), x.shape[-1:], eps=NORM_EPS).to(x.dtype)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the halves of (B, heads, d) by the angles of a position, and normalise each head."""
     halves = x.float().unflatten(-1, (2, -1))
     return normalise((halves * cos + halves.flip(-2) * sin).flatten(-2)).to(x.dtype)
@@ -100,7 +100,7 @@ def step_block(
     q, k, v = functional.linear(normalise(x), qkv).view(texts, 3, heads, head_dim).unbind(1)
     place = position.long()[None]
     angles = cos.index_select(0, place), sin.index_select(0, place)
-    q, k = (turn(part, *angles) for part in (q, k))
+    q, k = (rotate(part, *angles) for part in (q, k))
     slot = place % window
     keys.index_copy_(2, slot, k[:, :, None])
     values.index_copy_(2, slot, v[:, :, None])

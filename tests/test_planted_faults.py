@@ -105,7 +105,7 @@ FAULTS = [
     Fault("decode_attention", "_decode_attention_kernel", "position_ptr + text", "position_ptr"),
     Fault("decode_latent", "_decode_latent_kernel", "c[None, :]", "0 * c[None, :]"),
     Fault("choose_bytes", "_choose_bytes_kernel", "key_ptr + row", "key_ptr"),
-    Fault("attend_parts", "turn", "LANES // 2", "LANES // 4"),
+    Fault("attend_parts", "rotate", "LANES // 2", "LANES // 4"),
     Fault("decode_attention_8bit", "_decode_attention_kernel",
         "scale_of_entry(key_exponents, E4M3) * ", ""),
     Fault("decode_attention_8bit", "_decode_attention_kernel", "tl.cast(HEADS, tl.int64) * W",

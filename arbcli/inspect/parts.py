@@ -117,15 +117,15 @@ def _equal(configs: list[Any]) -> Iterator[range]:
     """
     start = 0
     while start < len(configs):
-        for turn in range(1, len(configs)):
-            end = start + turn
-            while end < len(configs) and configs[end] == configs[end - turn]:
+        for period in range(1, len(configs)):
+            end = start + period
+            while end < len(configs) and configs[end] == configs[end - period]:
                 end += 1
-            if end >= start + 2 * turn:
+            if end >= start + 2 * period:
                 break
         else:
-            turn, end = 1, start + 1
-        yield from (range(start + place, end, turn) for place in range(turn))
+            period, end = 1, start + 1
+        yield from (range(start + place, end, period) for place in range(period))
         start = end
 
 

@@ -13,8 +13,8 @@ from arbcli.interop.huggingface.modeling_core import (
     attention_shares,
     mixed,
     norm,
+    rotate,
     sees_last,
-    turn,
     vector,
     wide,
 )
@@ -41,8 +41,8 @@ class Indexer(nn.Module):
         starts, half = torch.arange(len(ends)) * self.ratio, self.width // 2
         q, weights = self.query(ends.detach()).split((self.heads * self.width, self.heads), dim=1)
         q = norm(q.view(len(ends), self.heads, -1))
-        q = turn(q, starts + self.ratio - 1, half)
-        keys = turn(norm(self.key(still.detach().flatten(1))), starts, half)
+        q = rotate(q, starts + self.ratio - 1, half)
+        keys = rotate(norm(self.key(still.detach().flatten(1))), starts, half)
         products = self.limit(wide(torch.einsum("ghd,jd->ghj", q, keys)), sees)
         scores = (wide(weights)[..., None] * products).sum(dim=1)
         return self.choose(scores / math.sqrt(self.heads * self.width), sees)
@@ -85,9 +85,9 @@ class CompressedAttention(nn.Module):
         length, number = len(h), len(h) // self.ratio
         places, device = torch.arange(length), h.device
         q, recent, value, *gate = self.projection(h).split(self.sizes, dim=1)
-        q = turn(norm(q.view(length, self.heads, -1)), places, self.rotated)
+        q = rotate(norm(q.view(length, self.heads, -1)), places, self.rotated)
         recent = norm(recent.view(length, self.kv_heads, -1), self.key_gain)
-        recent = turn(recent, places, self.rotated)
+        recent = rotate(recent, places, self.rotated)
 
         blocks, *gate = (
             wide(part[: number * self.ratio]).unflatten(0, (number, self.ratio))
@@ -99,7 +99,7 @@ class CompressedAttention(nn.Module):
             pooled = ((gate[0] + wide(self.beta).T).softmax(dim=1) * blocks).sum(dim=1)
         still = norm(pooled.view(number, self.kv_heads, self.width)).to(h.dtype)
         entries = still if self.key_gain is None else still * self.key_gain
-        entries = turn(entries, places[:number] * self.ratio, self.rotated)
+        entries = rotate(entries, places[:number] * self.ratio, self.rotated)
 
         # what positions see of the entries after g of them are complete
         complete = torch.arange(number + 1, device=device)[:, None]
@@ -111,7 +111,7 @@ class CompressedAttention(nn.Module):
         sees = torch.cat((sees, sees_last(length, self.part["window"], device)), dim=1)
         keys = torch.cat((entries, recent))
         y = mixed(self.shares(q, keys, sees), keys)
-        y = turn(y.view(length, self.heads, -1), -places, self.rotated).flatten(1)
+        y = rotate(y.view(length, self.heads, -1), -places, self.rotated).flatten(1)
         return self.output(norm(y) if self.part["sub_norm"] else y)
 
     def shares(self, q: Tensor, keys: Tensor, sees: Tensor) -> Tensor:

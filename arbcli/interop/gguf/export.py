@@ -1,6 +1,6 @@
 """Export to GGUF, the format of llama.cpp: models of dense blocks without sub-norms.
 
-llama.cpp turns the numbers 2 i and 2 i + 1 of a head of a Llama or a Mistral as a pair, and those
+llama.cpp rotates the numbers 2 i and 2 i + 1 of a head of a Llama or a Mistral as a pair, and those
 of other models as ours are, i and i + d / 2. So rows of queries and keys of the former go in the
 order 0, d / 2, 1, d / 2 + 1 and so on. Angles scaled as Llama 3's are have a tensor of divisors.
 """

@@ -1,7 +1,7 @@
 """A model of dense blocks as Llama, Mistral, Qwen 2, Qwen 3 or BitNet, which computes the same.
 
-`sources` names the tensors, for an import as for an export. The order of turning queries and keys
-and of normalising them does not matter where the norm has no gain: a turn leaves the
+`sources` names the tensors, for an import as for an export. The order of rotating queries and keys
+and of normalising them does not matter where the norm has no gain: a rotation leaves the
 root-mean-square as it is. Where ours has none, that of Qwen 3 is ones.
 """
 
@@ -36,7 +36,7 @@ class Architecture(NamedTuple):
     gguf: str
     """Name of its architecture in llama.cpp."""
     interleaved: bool
-    """Whether llama.cpp turns neighbouring numbers of a head as a pair, and not i and i + d / 2."""
+    """Whether llama.cpp rotates neighbouring numbers of a head as a pair, not i and i + d / 2."""
 
 
 ARCHITECTURES = {

@@ -146,7 +146,7 @@ def gated(x: Tensor, limit: float = math.inf) -> Tensor:
     return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
-def turn(
+def rotate(
     x: Tensor, places: Tensor, width: int | None = None, rotary: Settings | None = None
 ) -> Tensor:
     """Rotate pairs (i, i + d / 2) of (T, ..., d) by the angles of `places`, (T,).
@@ -175,15 +175,15 @@ def rotary_rate(
     original_ctx: int = 0,
     **_: Any,
 ) -> float:
-    """Compute the radians by which pair i of `width / 2` turns from a position to the next."""
+    """Compute the radians by which pair i of `width / 2` rotates from a position to the next."""
     rate, kept = base ** (-2 * i / width), 0.0
     if scaling == "llama3":
-        turns, low, high = original_ctx * rate / (2 * math.pi), low or 1.0, high or 4.0
-        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+        rotations, low, high = original_ctx * rate / (2 * math.pi), low or 1.0, high or 4.0
+        kept = min(max((rotations - low) / (high - low), 0.0), 1.0)
     elif scaling == "yarn":
         first, last = (
-            width * math.log(original_ctx / (turns * 2 * math.pi), base) / 2
-            for turns in (high or 32.0, low or 1.0)
+            width * math.log(original_ctx / (rotations * 2 * math.pi), base) / 2
+            for rotations in (high or 32.0, low or 1.0)
         )
         first, last = max(math.floor(first), 0), min(math.ceil(last), width - 1)
         kept = 1 - min(max((i - first) / max(last - first, 0.001), 0.0), 1.0)
@@ -268,7 +268,7 @@ class Attention(nn.Module):
         if self.part["query_key_norm"] != "none":
             q, k = norm(q, self.query_gain, self.eps), norm(k, self.key_gain, self.eps)
         rotated = int(self.width * rotary["share"])
-        q, k = (turn(part, places, rotated, rotary) for part in (q, k))
+        q, k = (rotate(part, places, rotated, rotary) for part in (q, k))
         scale = self.width**-0.5
         if rotary["scaling"] == "yarn":
             scale *= (0.1 * math.log(rotary["factor"]) + 1) ** 2

@@ -165,7 +165,7 @@ def _angles(pointer, PTX: tl.constexpr):
 
 
 @triton.jit
-def turn(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
+def rotate(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
     """Rotate and normalise a head's vector; a thread holds eight elements, in four words.
 
     `sin` has the sign of each half.
@@ -295,14 +295,14 @@ def _attend_parts_kernel(
         q_words = ptx.load_new(query_ptr, PTX)
         k_words = ptx.load_new(query_ptr + HEADS * HALF, PTX)
         v_words = ptx.load_new(query_ptr + 2 * HEADS * HALF, PTX)
-        q = ptx.unpair_four(turn(q_words, cos, sin, eps, WIDTH, PTX))
+        q = ptx.unpair_four(rotate(q_words, cos, sin, eps, WIDTH, PTX))
         total = tl.zeros(thread.shape, tl.float32)
         sums = (total,) * 8
         # the slot of the new byte, which is in registers
         if PTX:
             adds_new &= ptx.warp_number() == 0
         if adds_new:
-            k_words = turn(k_words, cos, sin, eps, WIDTH, PTX)
+            k_words = rotate(k_words, cos, sin, eps, WIDTH, PTX)
             scores = sum_across((products(ptx.unpair_four(k_words), q),), 1, LANES, PTX)
             stores = thread < LANES
             total = tl.where(stores, tl.exp(scores[0] * scale), 0.0)

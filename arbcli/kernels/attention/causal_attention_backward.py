@@ -98,7 +98,7 @@ def _store_turned(
     y = _load_rows(y_desc, b, h, first, ROWS, D).to(tl.float32)
     r = tl.load(r_ptr + (token * 2 + part) * H + h, mask=known, other=0)[:, None]
     values = (values - y * (tl.sum(y * values, axis=1) / D)[:, None]) * r
-    # backward of the rotation: turn by the negative angle
+    # backward of the rotation: rotate by the negative angle
     one, other = tl.split(values.reshape(ROWS, 2, D // 2).permute(0, 2, 1))
     table, mask = t.to(tl.int64)[:, None] * (D // 2) + offs_h, known[:, None]
     cos = tl.load(cos_ptr + table, mask=mask, other=0)

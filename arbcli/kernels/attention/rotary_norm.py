@@ -28,7 +28,7 @@ def unpack_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_float32(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate (B, T, ..., d) float32 by (T, d / 2) angles."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = (table.view(-1, *(1,) * (x.dim() - 3), cos.shape[-1]) for table in (cos, sin))
@@ -45,7 +45,7 @@ def _rotary_norm_torch(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Ten
         x = qkv[some, :, :2].float()
         norm = torch.linalg.vector_norm(x, dim=-1, out=r[some])
         norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        qkv[some, :, :2] = _turn(x, cos, sin).mul_(norm[..., None])
+        qkv[some, :, :2] = _rotate_float32(x, cos, sin).mul_(norm[..., None])
     return r
 
 
@@ -58,7 +58,7 @@ def _rotary_norm_backward_torch(
             y, grad_y = qkv[some, :, part].float(), grad[some].transpose(1, 2).float()
             mean = torch.linalg.vecdot(y, grad_y)[..., None] / y.shape[-1]
             grad_y = torch.addcmul(grad_y, y, mean, value=-1).mul_(r[some, :, part, :, None])
-            grad_qkv[some, :, part] = _turn(grad_y, cos, -sin)
+            grad_qkv[some, :, part] = _rotate_float32(grad_y, cos, -sin)
     grad_qkv[:, :, 2] = grad_v.transpose(1, 2)
     return grad_qkv
 

@@ -879,7 +879,7 @@ struct rotary {
     float eps;
 };
 
-static void turn(const float *restrict x, const float *restrict cos, const float *restrict sin,
+static void rotate(const float *restrict x, const float *restrict cos, const float *restrict sin,
                  float sign, float factor, float *restrict y, int64_t half) {
     for (int64_t i = 0; i < half; i++) {
         float a = x[i], b = x[half + i], of_b = sign * sin[i];
@@ -892,7 +892,7 @@ static void rotary_rows(const void *given, int64_t first, int64_t last, int64_t 
     const struct rotary *about = given;
     int64_t heads = about->heads, size = about->size, half = size / 2;
     int bf16 = (int)about->bf16;
-    float *buffer = new_floats(size), *turned = new_floats(size);
+    float *buffer = new_floats(size), *rotated = new_floats(size);
     for (int64_t m = first; m < last; m++) {
         const float *cos = about->cos + m % about->length * half;
         const float *sin = about->sin + m % about->length * half;
@@ -900,13 +900,13 @@ static void rotary_rows(const void *given, int64_t first, int64_t last, int64_t 
             int64_t at = (m * 3 * heads + head) * size;
             const float *x = load_row(about->qkv, at, size, bf16, buffer);
             float r = 1.0f / sqrtf(sum_products(x, x, size) / (float)size + about->eps);
-            turn(x, cos, sin, 1.0f, r, turned, half);
+            rotate(x, cos, sin, 1.0f, r, rotated, half);
             about->r[m * 2 * heads + head] = r;
-            if (bf16) store_row(about->qkv, at, size, bf16, turned);
-            else memcpy((float *)about->qkv + at, turned, (size_t)size * sizeof(float));
+            if (bf16) store_row(about->qkv, at, size, bf16, rotated);
+            else memcpy((float *)about->qkv + at, rotated, (size_t)size * sizeof(float));
         }
     }
-    free(buffer), free(turned);
+    free(buffer), free(rotated);
 }
 
 static void rotary_backward_rows(const void *given, int64_t first, int64_t last, int64_t thread) {
@@ -930,7 +930,7 @@ static void rotary_backward_rows(const void *given, int64_t first, int64_t last,
                     const float *y = load_row(about->qkv, at, size, bf16, of_y);
                     memcpy(grad, given_grad, (size_t)size * sizeof(float));
                     pass_norm(y, grad, size, about->r[(m * 2 + part) * heads + head]);
-                    turn(grad, cos, sin, -1.0f, 1.0f, out, half);
+                    rotate(grad, cos, sin, -1.0f, 1.0f, out, half);
                 } else {
                     memcpy(out, given_grad, (size_t)size * sizeof(float));
                 }
@@ -1533,7 +1533,7 @@ static void attend_heads(const void *given, int64_t first, int64_t last, int64_t
             const float *x = load_row(about->qkv, at, width, bf16, buffer);
             float *to = part ? row_to_write(rings[part], new, bf16, made) : query;
             float square = sum_products(x, x, width) / (float)width + about->eps;
-            if (part < 2) turn(x, cos, sin, 1.0f, 1.0f / sqrtf(square), to, half);
+            if (part < 2) rotate(x, cos, sin, 1.0f, 1.0f / sqrtf(square), to, half);
             else memcpy(to, x, (size_t)width * sizeof(float));
             if (part) store_row(rings[part], new, width, bf16, to);
         }

@@ -54,7 +54,7 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def attend_rotated(qkv: Tensor, angles: Angles) -> Tensor:
     """Turn and normalise queries and keys, see `rotary_norm`, and attend causally.
 
-    Where our kernels compute attention's gradient, they go on to that of the turn.
+    Where our kernels compute attention's gradient, they go on to that of the rotation.
 
     Args:
         qkv: (B, T, 3, heads, d) contiguous; overwritten.

@@ -78,12 +78,12 @@ def _kept_share(frequency: Tensor, rotary: RotaryConfig) -> Tensor | float:
     low, high = rotary.bounds
     assert rotary.original_ctx is not None  # the configuration needs it
     if rotary.scaling == "llama3":
-        turns = rotary.original_ctx * frequency / (2 * math.pi)
-        return ((turns - low) / (high - low)).clamp(0, 1)
+        rotations = rotary.original_ctx * frequency / (2 * math.pi)
+        return ((rotations - low) / (high - low)).clamp(0, 1)
     half = len(frequency)
     first, last = (
-        half * math.log(rotary.original_ctx / (2 * math.pi * turns)) / math.log(rotary.base)
-        for turns in (high, low)
+        half * math.log(rotary.original_ctx / (2 * math.pi * rotations)) / math.log(rotary.base)
+        for rotations in (high, low)
     )
     first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
     pair = torch.arange(half, device=frequency.device, dtype=frequency.dtype)

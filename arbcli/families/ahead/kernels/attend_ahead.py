@@ -37,11 +37,11 @@ from arbcli.kernels.attention.attend_parts import (
     attend_parts,
     load_span,
     products,
+    rotate,
     rotated_angles,
     sharing,
     store_part,
     sum_across,
-    turn,
     write_sums,
 )
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
@@ -143,7 +143,7 @@ def _take_new(
         words = words + (ptx.load_new(qkv_ptr + place * HALF + d // 2, PTX),)  # noqa: RUF005
     for i in tl.static_range(len(vectors)):
         v, plain, four = vectors[i], words[i], ()
-        rotated = turn(plain, angles[i][0], angles[i][1], eps, WIDTH, PTX)
+        rotated = rotate(plain, angles[i][0], angles[i][1], eps, WIDTH, PTX)
         for j in tl.static_range(4):
             four = four + (tl.where(v < 2 * M, rotated[j], plain[j]),)  # noqa: RUF005
         ptx.write_four(memory + (2 * WIDTH * v + 2 * d), four, PTX)

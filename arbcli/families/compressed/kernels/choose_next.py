@@ -66,7 +66,7 @@ def _choose_next_torch(
 
 
 @triton.jit
-def _turn_rows(x1, x2, cos, sin, WIDTH: tl.constexpr, eps):
+def _rotate_rows(x1, x2, cos, sin, WIDTH: tl.constexpr, eps):
     r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / WIDTH + eps)[:, None]
     x1, x2 = x1 * r, x2 * r
     return x1 * cos - x2 * sin, x1 * sin + x2 * cos
@@ -95,7 +95,7 @@ def _choose_next_kernel(
     sin = tl.load(sin_ptr + table, mask=mask, other=0)
     k1 = tl.load(key_ptr + offs, mask=mask, other=0).to(tl.float32)
     k2 = tl.load(key_ptr + HALF + offs, mask=mask, other=0).to(tl.float32)
-    k1, k2 = _turn_rows(k1, k2, cos, sin, WIDTH, eps)
+    k1, k2 = _rotate_rows(k1, k2, cos, sin, WIDTH, eps)
     k1, k2 = k1.to(dtype), k2.to(dtype)
     if EIGHT:
         k1, k2 = to_e4m3(k1.to(tl.float32), NATIVE), to_e4m3(k2.to(tl.float32), NATIVE)
@@ -114,7 +114,7 @@ def _choose_next_kernel(
         q_ptrs = query_ptr + rows[:, None] * WIDTH + offs
         q1 = tl.load(q_ptrs, mask=head_mask, other=0).to(tl.float32)
         q2 = tl.load(q_ptrs + HALF, mask=head_mask, other=0).to(tl.float32)
-        q1, q2 = _turn_rows(q1, q2, cos, sin, WIDTH, eps)
+        q1, q2 = _rotate_rows(q1, q2, cos, sin, WIDTH, eps)
         q1, q2 = q1.to(dtype), q2.to(dtype)
         w = tl.load(query_ptr + HEADS * WIDTH + rows, mask=rows < HEADS, other=0).to(tl.float32)
         for start in range(0, tl.minimum(E, number + 1), BLOCK_N):

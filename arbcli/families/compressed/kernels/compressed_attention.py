@@ -271,7 +271,7 @@ def _compressed_attention_kernel(
     total += tl.exp(tl.load(sink_ptr + h, mask=valid, other=0))
     out = (b * T + t) * HEADS + h
     tl.store(logs_ptr + out, tl.log(total), mask=valid)
-    # values were rotated like keys: turn the output back by the query's angle
+    # values were rotated like keys: rotate the output back by the query's angle
     y1, y2 = y1 / total[:, None], y2 / total[:, None]
     offs = tl.arange(0, BLOCK_H)[None, :]
     ptrs = y_ptr + out[:, None] * (2 * HALF) + offs

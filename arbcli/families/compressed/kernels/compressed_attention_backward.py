@@ -59,7 +59,7 @@ def _compressed_attention_backward_torch(
 
 
 @triton.jit
-def _turn_gradients_kernel(
+def _rotate_gradients_kernel(
     grad_ptr, y_ptr, x_ptr, cos_ptr, sin_ptr, q_ptr, do_ptr, delta_ptr,
     num_rows, T, HEADS, eps,
     stride_xb, stride_xt, stride_xh,
@@ -273,7 +273,7 @@ def _compressed_attention_backward_triton(
     delta = torch.empty_like(logs)
     rows = logs.numel()
     shape: dict[str, int | str] = {"HALF": width // 2, "BLOCK_H": tile.block_h}
-    _turn_gradients_kernel[(triton.cdiv(rows, 16),)](
+    _rotate_gradients_kernel[(triton.cdiv(rows, 16),)](
         grad_y, y, x, cos, sin, q, do, delta, rows, length, heads, eps, *x.stride()[:3],
         **shape, BLOCK_R=16,
     )  # fmt: skip

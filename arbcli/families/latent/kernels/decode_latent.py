@@ -42,14 +42,14 @@ def _decode_latent_torch(
     still = width - rotary
     cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
 
-    def turn(x: Tensor) -> Tensor:
+    def rotate_here(x: Tensor) -> Tensor:
         return rotate(x, cos, sin).to(row.dtype)
 
     q = row[:dim].view(heads, width)
-    q = torch.cat([q[:, :still], turn(q[:, still:])], dim=1).float()
+    q = torch.cat([q[:, :still], rotate_here(q[:, still:])], dim=1).float()
     q = functional.rms_norm(q, (width,), eps=eps)
     latent.index_copy_(0, slot, row[None, dim : dim + size])
-    rotated.index_copy_(0, slot, turn(row[None, dim + size :]))
+    rotated.index_copy_(0, slot, rotate_here(row[None, dim + size :]))
     key_matrices, value_matrices = up.float().view(heads, -1, size).split((still, width), dim=1)
     n, t = functional.rms_norm(latent.float(), (size,), eps=eps), rotated.float()
     now = key_matrices @ n.index_select(0, slot)[0]

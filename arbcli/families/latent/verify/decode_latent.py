@@ -21,16 +21,16 @@ def decode_latent_reference(
     width, slot = dim // heads, p % window
     row, up, latent, rotated, lengths = (x.double() for x in (row, up, latent, rotated, lengths))
 
-    def turn(x: Tensor) -> Tensor:
+    def rotate_here(x: Tensor) -> Tensor:
         rotated = rotate_reference(x, cos[p], sin[p])
         return rotated.to(dtype).double()  # rounded like stored values
 
-    latent[slot], rotated[slot] = row[dim : dim + size], turn(row[dim + size :])
+    latent[slot], rotated[slot] = row[dim : dim + size], rotate_here(row[dim + size :])
     n = latent / (latent.square().mean(1, keepdim=True) + eps).sqrt()
     seen, y = min(p + 1, window), torch.empty(heads, width, dtype=torch.float64, device=row.device)
     for head in range(heads):
         q = row[head * width : (head + 1) * width]
-        q = torch.cat([q[: width - rotary], turn(q[width - rotary :])])
+        q = torch.cat([q[: width - rotary], rotate_here(q[width - rotary :])])
         q = q / (q.square().mean() + eps).sqrt()
         w = up[head * (2 * width - rotary) : (head + 1) * (2 * width - rotary)]
         keys = torch.cat([n @ w[: width - rotary].T, rotated], dim=1)
