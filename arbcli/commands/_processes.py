@@ -21,10 +21,10 @@ def check_shared(command: str) -> None:
     Raises:
         ArbError: each process would do the same work.
     """
-    place = this_process()
-    if place.size > 1 and command not in SHARED:
+    process = this_process()
+    if process.size > 1 and command not in SHARED:
         raise ArbError(
-            f"`arb {command}` runs in one process, and this is one of {place.size}",
+            f"`arb {command}` runs in one process, and this is one of {process.size}",
             "start it alone",
         )
 

@@ -247,9 +247,9 @@ def _check_shares(accum: int, processes: int, device: str | None) -> None:
 
 
 def _pin(device: str | None) -> None:
-    place = this_process()  # before torch counts the processors
-    number, cpus = pin_to_socket(place.local_rank, uses_cpu=device == "cpu")
-    if place.rank == 0:
+    process = this_process()  # before torch counts the processors
+    number, cpus = pin_to_socket(process.local_rank, uses_cpu=device == "cpu")
+    if process.rank == 0:
         note(f"threads stay on socket {number}, on {len(cpus)} processors")
 
 

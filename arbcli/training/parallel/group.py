@@ -234,15 +234,15 @@ def _exchange(*operations: dist.P2POp) -> None:
         work.wait()
 
 
-def own_device(place: torch.device) -> torch.device:
+def own_device(device: torch.device) -> torch.device:
     """Return the device of this process; with several processes, each has its own GPU.
 
     Raises:
         ArbError: there are fewer GPUs than processes.
     """
     process = this_process()
-    if place.type != "cuda" or process.size == 1:
-        return place
+    if device.type != "cuda" or process.size == 1:
+        return device
     index, available = process.local_rank, torch.cuda.device_count()
     if index >= available:
         raise ArbError(
@@ -264,14 +264,14 @@ def joined(device: torch.device, command: str) -> Iterator[Group]:
     Raises:
         ArbError: processes are missing, or run another command or version.
     """
-    place = this_process()
-    if place.size == 1:
+    process = this_process()
+    if process.size == 1:
         yield Group(device=device)
         return
     from arbcli.training.parallel.rendezvous import abort, connect
 
-    hosts, beats = connect(place, device, command)
-    group = Group(place.rank, place.size, device, hosts)
+    hosts, beats = connect(process, device, command)
+    group = Group(process.rank, process.size, device, hosts)
     try:
         yield group
     except BaseException as error:

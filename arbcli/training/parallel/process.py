@@ -26,7 +26,7 @@ class LostProcess(ArbError):
     """A collective failed, as another process has ended or cannot be reached."""
 
 
-class Place(NamedTuple):
+class ProcessRank(NamedTuple):
     """The rank of this process; the defaults are those of a single process."""
 
     rank: int = 0
@@ -37,7 +37,7 @@ class Place(NamedTuple):
     """Whether all processes are on this machine."""
 
 
-def this_process(environment: Mapping[str, str] = os.environ) -> Place:
+def this_process(environment: Mapping[str, str] = os.environ) -> ProcessRank:
     """Read the rank of this process from the environment of `launch` or `torchrun`.
 
     Raises:
@@ -45,7 +45,7 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Place:
     """
     where = (STORE,) if STORE in environment else MASTER
     if not all(name in environment for name in (*RANKS, *where)):
-        return Place()
+        return ProcessRank()
     if where == MASTER:
         number_in(environment, "MASTER_PORT", 1, 65535)
     size = number_in(environment, "WORLD_SIZE", 1)
@@ -53,7 +53,7 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Place:
     local_rank = number_in(environment, "LOCAL_RANK", 0, size - 1)
     one_machine = environment.get("LOCAL_WORLD_SIZE") == str(size)
     one_machine |= environment.get("MASTER_ADDR") in LOCAL_HOSTS
-    return Place(rank, size, local_rank, one_machine)
+    return ProcessRank(rank, size, local_rank, one_machine)
 
 
 def called(rank: int, hosts: Sequence[str]) -> str:

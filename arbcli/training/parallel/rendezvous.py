@@ -23,7 +23,7 @@ from arbcli.training.parallel.process import (
     SAME_PROGRAM,
     STORE,
     TOGETHER,
-    Place,
+    ProcessRank,
     call_with_timeout,
     called,
     explained_loss,
@@ -56,12 +56,12 @@ def seconds_to_join() -> int:
 
 
 def connect(
-    place: Place, device: torch.device, command: str
+    process: ProcessRank, device: torch.device, command: str
 ) -> tuple[Sequence[str], Heartbeat | None]:
     """Wait for all processes, and initialise the process group.
 
     Args:
-        place: rank of this process.
+        process: rank of this process.
         device: device of transferred tensors.
         command: name of the command, which must be the same in all processes.
 
@@ -72,13 +72,13 @@ def connect(
     Raises:
         ArbError: processes are missing, do not answer, or run another command or version.
     """
-    if place.one_machine:
+    if process.one_machine:
         os.environ |= INTERFACES
-    store, hosts = meet(place, command)
+    store, hosts = meet(process, command)
     beats = None
     if STORE not in os.environ:
         heartbeat_store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-        beats = Heartbeat(heartbeat_store, place.rank, hosts)
+        beats = Heartbeat(heartbeat_store, process.rank, hosts)
     uses_gpus = device.type == "cuda"
 
     def initialise() -> None:
@@ -86,8 +86,8 @@ def connect(
             torch.cuda.set_device(device)  # it is a property of the thread
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if uses_gpus else "gloo",
-            rank=place.rank,
-            world_size=place.size,
+            rank=process.rank,
+            world_size=process.size,
             store=store,
             device_id=device if uses_gpus else None,
         )
@@ -118,11 +118,11 @@ def abort() -> None:
     thread.join(ABORT_SECONDS)
 
 
-def meet(place: Place, command: str) -> tuple[dist.Store, list[str]]:
+def meet(process: ProcessRank, command: str) -> tuple[dist.Store, list[str]]:
     """Wait for all processes, and check that they run the same program.
 
     Args:
-        place: rank of this process.
+        process: rank of this process.
         command: name of the command.
 
     Returns:
@@ -133,30 +133,30 @@ def meet(place: Place, command: str) -> tuple[dist.Store, list[str]]:
     """
     seconds = seconds_to_join()
     deadline = time.monotonic() + seconds
-    store = _open_store(place, seconds)
+    store = _open_store(process, seconds)
     store.set_timeout(STORE_TIMEOUT)
-    places = [f"program-{rank}" for rank in range(place.size)]
-    store.set(places[place.rank], json.dumps([socket.gethostname(), program(command)]))
+    keys = [f"program-{rank}" for rank in range(process.size)]
+    store.set(keys[process.rank], json.dumps([socket.gethostname(), program(command)]))
     outcome = None
     while outcome is None:
-        missing = [rank for rank, key in enumerate(places) if not store.check([key])]
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if store.check([OUTCOME]):
             outcome = store.get(OUTCOME).decode()
         elif not missing:
-            hosts, programs = zip(*(json.loads(store.get(key)) for key in places), strict=True)
+            hosts, programs = zip(*(json.loads(store.get(key)) for key in keys), strict=True)
             outcome = _difference(programs, hosts) or ALL_HERE
         elif time.monotonic() > deadline:
             listed = ", ".join(map(str, missing[:5]))
-            outcome = f"of {place.size} processes these did not join within {seconds} s: {listed}"
+            outcome = f"of {process.size} processes these did not join within {seconds} s: {listed}"
             outcome += f"\n{TOGETHER}, or set `{WAIT}` to wait longer"
         else:
             time.sleep(POLL_SECONDS)
     outcome = store.compare_set(OUTCOME, "", outcome).decode()  # the first outcome is decisive
     readers = store.add(READERS, 1)
     if outcome == ALL_HERE:
-        return store, [json.loads(store.get(key))[0] for key in places]
+        return store, [json.loads(store.get(key))[0] for key in keys]
     until = time.monotonic() + READ_SECONDS
-    while place.rank == 0 and readers < place.size - len(missing) and time.monotonic() < until:
+    while process.rank == 0 and readers < process.size - len(missing) and time.monotonic() < until:
         time.sleep(POLL_SECONDS)
         readers = store.add(READERS, 0)
     message, _, hint = outcome.partition("\n")
@@ -196,20 +196,20 @@ def _difference(programs: Sequence[dict[str, str]], hosts: Sequence[str]) -> str
     return None
 
 
-def _open_store(place: Place, seconds: int) -> dist.Store:
+def _open_store(process: ProcessRank, seconds: int) -> dist.Store:
     """Open the shared store, which process 0 hosts, or its `torchrun`.
 
     Raises:
         ArbError: process 0 cannot listen there, or does not answer.
     """
     if STORE in os.environ:
-        return dist.FileStore(os.environ[STORE], place.size)
+        return dist.FileStore(os.environ[STORE], process.size)
     host, port = os.environ[MASTER[0]], number_in(os.environ, MASTER[1], 1, 2**16 - 1)
     store = partial(
-        dist.TCPStore, host, port, place.size, timeout=STORE_TIMEOUT, wait_for_workers=False
+        dist.TCPStore, host, port, process.size, timeout=STORE_TIMEOUT, wait_for_workers=False
     )
     # torchrun's own process may hold the store instead
-    holds = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    holds = process.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     if holds:
         store = partial(store, is_master=True, master_listen_fd=_listen(host, port))
     try:

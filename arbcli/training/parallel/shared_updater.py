@@ -387,15 +387,15 @@ class SharedUpdater:
 
     def _copy(self, bucket: Bucket, owner: int, message: Tensor, *, into: bool) -> None:
         """Copy an owner's state of a bucket into its message, or from it."""
-        parts, places = [], []
+        parts, views = [], []
         for member in bucket.members:
             if member.owner == owner:
                 begin = member.down
                 for part in member.sent():
                     parts.append(part.view(torch.uint8).view(-1))
-                    places.append(message[begin : begin + part.nbytes])
+                    views.append(message[begin : begin + part.nbytes])
                     begin += rounded_up(part.nbytes)
-        torch._foreach_copy_(*((places, parts) if into else (parts, places)))  # in few launches
+        torch._foreach_copy_(*((views, parts) if into else (parts, views)))  # in few launches
 
     def _receive(self) -> None:
         """Apply the broadcasts of a bucket's owners."""
@@ -455,10 +455,10 @@ class SharedUpdater:
             self._rows_bytes(tensor, limit), dtype=torch.uint8, device=self.device
         )
         if rows is not None:
-            row_indices, places = self._places_of_rows(tensor, message, limit)
+            row_indices, views = self._views_of_rows(tensor, message, limit)
             row_indices.copy_(rows[:, None])
-            for part, place in places:
-                place.copy_(gather_rows(part, rows))
+            for part, view in views:
+                view.copy_(gather_rows(part, rows))
         self._down.append((bucket, [(member.owner, self.group.broadcast(message, member.owner))]))
         while len(self._down) > MAX_IN_FLIGHT:
             self._receive()
@@ -484,7 +484,7 @@ class SharedUpdater:
         widths = (part.shape[1] for part in broadcast_buffers(tensor).values())
         return rounded_up(4 * number) + sum(rounded_up(number * width) for width in widths)
 
-    def _places_of_rows(
+    def _views_of_rows(
         self, tensor: TernaryTensor, message: Tensor, number: int
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Return views of a message of rows: their indices, and the rows of each buffer.
@@ -492,21 +492,21 @@ class SharedUpdater:
         Returns:
             Indices, (R, 1) int32; and each buffer with the view of its rows, (R, width).
         """
-        begin, places = rounded_up(4 * number), []
+        begin, views = rounded_up(4 * number), []
         for part in broadcast_buffers(tensor).values():
             size = number * part.shape[1]
-            places.append((part, message[begin : begin + size].view(part.dtype).view(number, -1)))
+            views.append((part, message[begin : begin + size].view(part.dtype).view(number, -1)))
             begin += rounded_up(size)
-        return message[: 4 * number].view(torch.int32)[:, None], places
+        return message[: 4 * number].view(torch.int32)[:, None], views
 
     def _receive_rows(self, bucket: Bucket, message: Tensor) -> None:
         """Apply the owner's broadcast of a table's touched rows."""
         tensor = bucket.members[0].tensor
         number = min(self._num_rows[id(bucket)] * self.micro_batches, tensor.out_features)
-        row_indices, places = self._places_of_rows(tensor, message, number)
+        row_indices, views = self._views_of_rows(tensor, message, number)
         rows = row_indices[:, 0].to(torch.int64)
-        for part, place in places:
-            scatter_rows_(part, rows, place)
+        for part, view in views:
+            scatter_rows_(part, rows, view)
         if isinstance(tensor, TableWeight):
             tensor.count_use(rows)
 

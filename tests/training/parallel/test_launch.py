@@ -13,7 +13,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.signals import Interrupted
 from arbcli.training.parallel import launch as launching
 from arbcli.training.parallel.launch import Failure, launch
-from arbcli.training.parallel.process import STORE, Place, this_process
+from arbcli.training.parallel.process import STORE, ProcessRank, this_process
 
 STARTED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 LONGEST = 60
@@ -44,7 +44,8 @@ def test_processes_get_their_places_and_a_private_folder(tmp_path, monkeypatch):
     told += "pathlib.Path(sys.argv[1], str(rank)).write_text(about)"
     assert launch([*script(told), str(tmp_path)], 3) is None
     told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-    assert [this_process(about) for about, *_ in told] == [Place(n, 3, n, True) for n in range(3)]
+    ranks = [ProcessRank(rank, 3, rank, True) for rank in range(3)]
+    assert [this_process(about) for about, *_ in told] == ranks
     assert {(mode, leads) for _, mode, leads in told} == {("0o700", True)}
     assert {about["OMP_NUM_THREADS"] for about, *_ in told} == {"1"}
     (store,) = {about[STORE] for about, *_ in told}

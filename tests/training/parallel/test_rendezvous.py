@@ -18,7 +18,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.signals import Interrupted, RaisedSignal
 from arbcli.training.parallel import rendezvous
 from arbcli.training.parallel.group import CPU, joined
-from arbcli.training.parallel.process import STORE, Place
+from arbcli.training.parallel.process import STORE, ProcessRank
 from arbcli.training.parallel.rendezvous import WAIT, meet, program, source_digest
 
 
@@ -43,7 +43,8 @@ def outcomes(commands: dict[int, str], size: int) -> list[str]:
 
     def come(rank: int) -> str:
         try:
-            stores.append(meet(Place(rank, size, rank), commands[rank]))  # held until all are told
+            process = ProcessRank(rank, size, rank)
+            stores.append(meet(process, commands[rank]))  # held until all are told
         except ArbError as error:
             return f"{error}; {error.hint}"
         return "met"
@@ -101,7 +102,7 @@ def connected(rank: int) -> str:
     """Join the others; process 1 ends once all have met."""
     with mock.patch.dict(os.environ, {WAIT: "2"}):
         if rank == 1:
-            meet(Place(1, 2, 1), "train")
+            meet(ProcessRank(1, 2, 1), "train")
             return "left"
         with pytest.raises(ArbError) as refused, joined(CPU, "train"):
             pass
