@@ -91,12 +91,12 @@ class Cache:
     def depths(self) -> Tensor:
         """Return the number of stages that began a chunk at each byte read last, (T,) int64."""
         counts = torch.zeros_like(self.stages[0].begins[0], dtype=torch.int64)
-        places = torch.arange(len(counts), device=counts.device)
+        position_ids = torch.arange(len(counts), device=counts.device)
         for stage in self.stages:
-            places = places[stage.begins[0]]
-            if not len(places):  # inner stages read no position
+            position_ids = position_ids[stage.begins[0]]
+            if not len(position_ids):  # inner stages read no position
                 break
-            counts[places] += 1
+            counts[position_ids] += 1
         return counts
 
     def reset(self) -> None:

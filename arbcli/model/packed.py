@@ -342,8 +342,8 @@ class TernaryTensor(StateModule, Weight):
         for buffer in self.buffers():
             buffer.zero_()
         for rows in row_chunks(self.trits, 1 << 18):
-            places = torch.arange(rows.start, rows.stop, **integer)
-            drawn = (random_bits(key, places, columns) >> 16).add_(2**15)
+            indices = torch.arange(rows.start, rows.stop, **integer)
+            drawn = (random_bits(key, indices, columns) >> 16).add_(2**15)
             shape, drawn = drawn.shape, drawn.flatten()
             self.trits[rows] = pack_trits(trits.index_select(0, drawn).view(shape))
             rule.start(state, rows, remainders.index_select(0, drawn).view(shape))

@@ -133,10 +133,10 @@ class PositionCounter:
             self.checks = False
 
     @property
-    def places(self) -> Tensor:
+    def position_ids(self) -> Tensor:
         """Indices of the positions being read, (T,) int32."""
         return self.here(
-            "places", lambda: self.position + torch.arange(self.length, device=self.device)
+            "position_ids", lambda: self.position + torch.arange(self.length, device=self.device)
         )
 
     @cached_property

@@ -397,7 +397,7 @@ def _blocks(
     yield from compare("embedding", got, _gradient(got), expected, leaf_gradients("embedding."))
     terms, last = reference.terms, None
     for name, stage, _ in named_blocks(config):
-        counts = [len(reference.places[stage, row]) for row in rows]
+        counts = [len(reference.position_ids[stage, row]) for row in rows]
         x, y = traced.inputs[name], traced.outputs[name]
         # slots without a chunk are left out
         source, grad_x, got, grad = (

@@ -107,7 +107,7 @@ class Reference(PlainModel):
         """Terms of the losses, which are their averages, by loss and by part."""
         self.log_probabilities: dict[int, Tensor] = {}
         """Log-probabilities of each head of a composite head, by the row of a text."""
-        self.places: dict[tuple[int, int], Tensor] = {}
+        self.position_ids: dict[tuple[int, int], Tensor] = {}
         """The bytes that positions stand for, by stage and text."""
         self.text = torch.empty(0)
         """(B, T) int64, the bytes."""
@@ -154,13 +154,13 @@ class Reference(PlainModel):
             `next_2` and so on, where there are any.
         """
         self.scores, self.products = [], []
-        self.terms, self.places, self.text = {}, {}, ids.to(self.weights["embedding"].device)
+        self.terms, self.position_ids, self.text = {}, {}, ids.to(self.weights["embedding"].device)
         lengths = (self.config.ctx if self.endless else ids.shape[1], *self.config.slots[1:])
         self.slots = list(accumulate(lengths, min))
         rows = []
         for row, text in enumerate(self.text):
             self._begin(row)
-            self.places[0, row] = torch.arange(len(text), device=text.device)
+            self.position_ids[0, row] = torch.arange(len(text), device=text.device)
             rows.append(self.read(text, torch.float64))
         return torch.stack(rows), self.losses()
 
@@ -182,7 +182,7 @@ class Reference(PlainModel):
     def block(self, name: str, stage: int, x: Tensor, row: int) -> Tensor:
         """Pass the stream of one text, (T, D), or streams, (T, n, D), through a block."""
         self._begin(row)
-        return self.get_submodule(name)(x, Reading(self.text[row], self.places[stage, row]))
+        return self.get_submodule(name)(x, Reading(self.text[row], self.position_ids[stage, row]))
 
     def head_of(self, x: Tensor, row: int) -> Tensor:
         """Compute (T, V) logits of one text from the outermost stage's result, (T, D).

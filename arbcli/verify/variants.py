@@ -96,8 +96,8 @@ def launch_of(function: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[st
     options = {key: named.pop(key) for key in [*named] if key not in function.arg_names}
     fixed = {p.name: named.pop(p.name) for p in function.params if p.is_constexpr}
     fixed |= {key: named.pop(key) for key in [*named] if named[key] is None}
-    places = {name: index for index, name in enumerate(function.arg_names)}
-    inside = ((places[key], value) for key, value in named.items() if isinstance(value, tuple))
+    indices = {name: index for index, name in enumerate(function.arg_names)}
+    inside = ((indices[key], value) for key, value in named.items() if isinstance(value, tuple))
     for index, values in inside:
         fixed |= {path: x for path, x in _flat(values, (index,)) if type_of(x) == "constexpr"}
     return Launch(function, grid, named, fixed, options)

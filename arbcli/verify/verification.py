@@ -77,7 +77,7 @@ def nothing(values: Tensor) -> Tensor:
 
 
 def gradients_of(
-    reference: Callable, places: Sequence[int], results: int = 1, ignored: Sequence[int] = ()
+    reference: Callable, indices: Sequence[int], results: int = 1, ignored: Sequence[int] = ()
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Return the reference of a backward operation: autograd in float64 through a forward's.
 
@@ -86,7 +86,7 @@ def gradients_of(
 
     Args:
         reference: reference of the forward.
-        places: indices of the inputs whose gradients it returns; one that is None has none.
+        indices: those of the inputs whose gradients it returns; one that is None has none.
         results: number of results with gradients.
         ignored: indices of the arguments that it ignores.
     """
@@ -95,10 +95,10 @@ def gradients_of(
         read_arguments = (part for i, part in enumerate(arguments) if i not in ignored)
         grads, inputs = arguments[:results], [*read_arguments][results:]
         leaves = []
-        for place in places:
-            if inputs[place] is not None:
-                inputs[place] = inputs[place].detach().double().requires_grad_()
-                leaves.append(inputs[place])
+        for number in indices:
+            if inputs[number] is not None:
+                inputs[number] = inputs[number].detach().double().requires_grad_()
+                leaves.append(inputs[number])
         with torch.enable_grad():
             outputs = reference(*inputs)
             outputs = (outputs,) if isinstance(outputs, Tensor) else outputs[:results]

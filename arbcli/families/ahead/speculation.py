@@ -60,7 +60,7 @@ class Checks:
         self._chosen = torch.zeros(size, dtype=torch.int64, device=device)
         self._repeated = torch.zeros(size, dtype=torch.int64, device=device)
         self._equal = torch.zeros((), **integers)
-        self._places = torch.zeros(size, **integers)
+        self._positions = torch.zeros(size, **integers)
         self.accepted = torch.zeros(2, **integers)
         """(2,) int32: position before the last step, and number of bytes that it generated."""
         self._last = torch.zeros(1, 1, model.config.dim, dtype=model.compute_dtype, device=device)
@@ -80,7 +80,7 @@ class Checks:
         """Start after the last byte of the text, which the cache has not read yet."""
         self.byte.copy_(byte.flatten())
         numbers = torch.arange(self.size, dtype=torch.int32, device=byte.device)
-        self._places.copy_(self._cache.position + numbers)
+        self._positions.copy_(self._cache.position + numbers)
 
     def run(self, text: Tensor, key: Tensor, sampling: tuple[float, int, float]) -> None:
         """Run a step, which appends 1 to `size` bytes to the text.
@@ -96,9 +96,9 @@ class Checks:
             x = self._model.embedding(self._ids, self._model.compute_dtype)
             rows = self._model.blocks.step(x, self._cache.main)
         logits = fused_logits(self._model, rows)  # the bits of single steps
-        choose_byte_(self._chosen, text, logits[0], self._places[1], key, *sampling)
+        choose_byte_(self._chosen, text, logits[0], self._positions[1], key, *sampling)
         accept_ahead_(
-            self._ids[0], self._chosen, rows[0], self._last.view(-1), position, self._places,
+            self._ids[0], self._chosen, rows[0], self._last.view(-1), position, self._positions,
             self.accepted,
         )  # fmt: skip
         keep_accepted_(self._table, self.accepted[0], self.accepted[1])
@@ -112,7 +112,7 @@ class Checks:
         repeated, fused = self._repeated, fuses(self._model, x) and head.mlp.steps_fused
         repeat_ahead_(repeated, equal, text, position)
         for number in range(1, self.size):
-            byte, place = self._ids[:, number - 1 : number], self._places[number]
+            byte, place = self._ids[:, number - 1 : number], self._positions[number]
             x, logits = head.step(x, byte) if fused else head(x, byte)
             byte, pair = self._ids[0, number : number + 1], repeated[number - 1 : number + 1]
             choose_byte_(byte, text, logits[0, 0], place, key, *sampling, pair, equal, EACH_EQUAL)

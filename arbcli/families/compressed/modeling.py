@@ -83,11 +83,11 @@ class CompressedAttention(nn.Module):
     def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
         """Attend over the normalised stream, (T, D)."""
         length, number = len(h), len(h) // self.ratio
-        places, device = torch.arange(length), h.device
+        position_ids, device = torch.arange(length), h.device
         q, recent, value, *gate = self.projection(h).split(self.sizes, dim=1)
-        q = rotate(norm(q.view(length, self.heads, -1)), places, self.rotated)
+        q = rotate(norm(q.view(length, self.heads, -1)), position_ids, self.rotated)
         recent = norm(recent.view(length, self.kv_heads, -1), self.key_gain)
-        recent = rotate(recent, places, self.rotated)
+        recent = rotate(recent, position_ids, self.rotated)
 
         blocks, *gate = (
             wide(part[: number * self.ratio]).unflatten(0, (number, self.ratio))
@@ -99,7 +99,7 @@ class CompressedAttention(nn.Module):
             pooled = ((gate[0] + wide(self.beta).T).softmax(dim=1) * blocks).sum(dim=1)
         still = norm(pooled.view(number, self.kv_heads, self.width)).to(h.dtype)
         entries = still if self.key_gain is None else still * self.key_gain
-        entries = rotate(entries, places[:number] * self.ratio, self.rotated)
+        entries = rotate(entries, position_ids[:number] * self.ratio, self.rotated)
 
         # what positions see of the entries after g of them are complete
         complete = torch.arange(number + 1, device=device)[:, None]
@@ -107,11 +107,11 @@ class CompressedAttention(nn.Module):
         sees = (entry < complete) & (entry >= complete - self.entries)
         if self.indexer and number:
             sees[1:] = self.indexer(h[self.ratio - 1 :: self.ratio], still, sees[1:])
-        sees = sees[(places + 1) // self.ratio]
+        sees = sees[(position_ids + 1) // self.ratio]
         sees = torch.cat((sees, sees_last(length, self.part["window"], device)), dim=1)
         keys = torch.cat((entries, recent))
         y = mixed(self.shares(q, keys, sees), keys)
-        y = rotate(y.view(length, self.heads, -1), -places, self.rotated).flatten(1)
+        y = rotate(y.view(length, self.heads, -1), -position_ids, self.rotated).flatten(1)
         return self.output(norm(y) if self.part["sub_norm"] else y)
 
     def shares(self, q: Tensor, keys: Tensor, sees: Tensor) -> Tensor:

@@ -104,9 +104,9 @@ class CompressedState(State):
         before = self.recent.get(before)
         new = layer.place_recent(recent, here)[0]
         last = min(length, ring)
-        places = torch.arange(start + length - last, start + length, device=device) % ring
+        position_ids = torch.arange(start + length - last, start + length, device=device) % ring
         stored = self.recent.rounded(new)
-        self.recent.put(places, new[-last:])
+        self.recent.put(position_ids, new[-last:])
         recent = torch.cat((before, stored))[None]
 
         opened, done = start % m, start // m
@@ -273,9 +273,9 @@ class CompressedState(State):
         else:  # the latest entry of each slot, one of which may be incomplete
             numbers = complete - 1 - (complete - 1 - torch.arange(slots, device=q.device)) % slots
         there = (numbers >= 0) & (numbers >= complete - self.max_entries)
-        places = torch.arange(window, device=q.device)
-        seen = torch.cat((there, places <= position))
-        keys = torch.cat((self.entries.get(numbers % slots), self.recent.get(places)))
+        position_ids = torch.arange(window, device=q.device)
+        seen = torch.cat((there, position_ids <= position))
+        keys = torch.cat((self.entries.get(numbers % slots), self.recent.get(position_ids)))
         cos, sin = (part[position.long()[None]] for part in self.table)
         turned = rotate(unit_rms(q.float()), cos, sin)
         heads = turned.unflatten(0, (keys.shape[1], -1))  # (G, heads, d)

@@ -58,7 +58,7 @@ class Gate(nn.Module):
 
     def _hash_experts(self, reading: Reading) -> Tensor:
         """Draw experts by the n-gram at each position, from those that are left."""
-        rows = ngram_rows(reading.text, 2**HASH_BITS, HASHED)[reading.places]
+        rows = ngram_rows(reading.text, 2**HASH_BITS, HASHED)[reading.position_ids]
         drawn: list[Tensor] = []
         for draw in range(self.top_k):
             key = (rows + (draw << 40)) * MIX

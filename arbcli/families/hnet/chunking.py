@@ -175,8 +175,8 @@ def spread_chunks_backward(grad_y: Tensor, s: Tensor, owner: Tensor) -> tuple[Te
         of the chunk's vector at each position, (B, T).
     """
     rows = _sequences(owner)
-    places = (owner + rows * s.shape[1]).flatten()
-    grad_s = embedding_grad(grad_y.flatten(0, 1), places, s.shape[0] * s.shape[1])
+    indices = (owner + rows * s.shape[1]).flatten()
+    grad_s = embedding_grad(grad_y.flatten(0, 1), indices, s.shape[0] * s.shape[1])
     return grad_s.view(s.shape), (grad_y * s[rows, owner]).sum(dim=2)
 
 

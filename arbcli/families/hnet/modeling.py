@@ -55,7 +55,9 @@ class Stage(nn.Module):
         x = norm(self.encoder(x, reading))
         p = self.router(x) if self.router else self._begins(reading, len(x)).to(wide(x))
         starts = self.starts(p)
-        z = inside(self.inward(x[starts]), reading._replace(places=reading.places[starts]))
+        z = inside(
+            self.inward(x[starts]), reading._replace(position_ids=reading.position_ids[starts])
+        )
         z = self.outward(norm(z, self.outward_norm))
         x = spread(wide(z), p, starts).to(x.dtype) + self.residual(x)
         return self.decoder(x, reading)
@@ -67,8 +69,8 @@ class Stage(nn.Module):
     def _begins(self, reading: Reading, length: int) -> Tensor:
         """Find the positions that begin chunks without a router, (T,) bool."""
         if self.chunking["boundaries"] == "every":
-            places = torch.arange(length, device=reading.places.device)
-            return places % self.chunking["length"] == 0
+            position_ids = torch.arange(length, device=reading.position_ids.device)
+            return position_ids % self.chunking["length"] == 0
         space = torch.isin(reading.text, torch.tensor(SPACES, device=reading.text.device))
         begins = torch.ones_like(space)
         begins[1:] = space[:-1] & ~space[1:]

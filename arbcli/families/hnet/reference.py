@@ -22,7 +22,7 @@ def find_starts(model: "Reference", name: str, stage: Stage, p: Tensor) -> Tenso
     index, starts = model.stage_of(name), begins.nonzero()[:, 0]
     if not model.endless:
         starts = starts[: model.slots[index + 1]]
-    model.places[index + 1, model.row] = model.places[index, model.row][starts]
+    model.position_ids[index + 1, model.row] = model.position_ids[index, model.row][starts]
     return starts
 
 

@@ -83,9 +83,9 @@ class Stage(nn.Module, JoinedStatistics):
             routed = routed._replace(begins=routed.begins & valid)
         chunks = chunking.find_chunks(routed.begins, self.config.capacity(self.index, x.shape[1]))
         inside = reading.select_positions(chunks.first)
-        if inside.places is None:
-            raise ValueError("chunks need the places of their positions")
-        numel = torch.full_like(inside.places[0, 0], routed.begins.numel())
+        if inside.position_ids is None:
+            raise ValueError("chunks need the ids of their positions")
+        numel = torch.full_like(inside.position_ids[0, 0], routed.begins.numel())
         counts = (
             numel if valid is None else valid.sum(),
             (chunks.first >= 0).sum(),
@@ -95,7 +95,7 @@ class Stage(nn.Module, JoinedStatistics):
         if torch.is_grad_enabled():
             self.counts = torch.stack(counts)
         if self.recorded is not None:
-            self.recorded.append(inside.places)
+            self.recorded.append(inside.position_ids)
         within = inner(self.inward(chunking.take_chunks(x, chunks)), inside)
         z, _ = project(self.outward, within.x, self.outward_norm, within.added)
         x = chunking.spread(z, routed.p, self.residual(x), chunks)
@@ -159,14 +159,14 @@ class Stage(nn.Module, JoinedStatistics):
         past.decoder.position.copy_(first)
         with clock.reading(x.shape[1]):
             x = unit_rms(self.encoder(x, reading, past.encoder).total())
-        places = (first + torch.arange(x.shape[1], device=x.device))[None]
+        position_ids = (first + torch.arange(x.shape[1], device=x.device))[None]
         if self.router:
-            routed = past.route(x, self.router.query_key(x), places)
+            routed = past.route(x, self.router.query_key(x), position_ids)
         elif self.chunking.boundaries == "space":
             routed = chunking.route_words(ids, torch.where(first == 0, -1, past.byte))
             past.byte.copy_(ids[:, -1:])
         else:
-            routed = chunking.route_every(self.chunking.length, places)
+            routed = chunking.route_every(self.chunking.length, position_ids)
         past.x, past.residual = x, self.residual(x)
         past.p, past.begins = routed
         if past.begins.any():
@@ -311,8 +311,8 @@ class StageState(State):
         begins = self.inner.active if texts else None
         take_chunk_(z, self.p, residual, self.mean, y, counted, begins)
 
-    def route(self, x: Tensor, query_key: Tensor, places: Tensor) -> chunking.Routed:
-        """Compute the chunk boundaries among new positions x, (1, T, D), at `places`, (1, T)."""
+    def route(self, x: Tensor, query_key: Tensor, position_ids: Tensor) -> chunking.Routed:
+        """Compute the chunk boundaries among new positions x, (1, T, D), with ids (1, T)."""
         width = x.shape[-1]
         # only the query of the previous position is compared
         last_query_key = functional.pad(self.last[1], (0, width))
@@ -320,7 +320,7 @@ class StageState(State):
             torch.cat((self.last[:1][None], x), dim=1),
             torch.cat((last_query_key[None, None], query_key), dim=1),
         )
-        p = boundary_scores(*before)[:, 1:].masked_fill(places == 0, 1)
+        p = boundary_scores(*before)[:, 1:].masked_fill(position_ids == 0, 1)
         self.last[0].copy_(x[0, -1])
         self.last[1].copy_(query_key[0, -1, :width])
         return chunking.Routed(p, p > 0.5)

@@ -187,7 +187,7 @@ class LatentRing(State):
         """Cosines and sines of the positions being read, (T, d / 2) each."""
         clock, table = self.clock, self.table
         return clock.here(
-            ("angles", table[0].shape[1]), lambda: tuple(part[clock.places] for part in table)
+            ("angles", table[0].shape[1]), lambda: tuple(part[clock.position_ids] for part in table)
         )
 
     @property
@@ -199,7 +199,7 @@ class LatentRing(State):
         position, window, length = self.clock.position, self.window, self.clock.length
         slots = torch.arange(window, device=position.device)
         place = position - 1 - (position - 1 - slots) % window  # place in each slot
-        seen = (place >= 0) & (place > self.clock.places[:, None] - window)
+        seen = (place >= 0) & (place > self.clock.position_ids[:, None] - window)
         return torch.cat((seen, seen.new_ones(length, length).tril()), dim=1)
 
     def extend_lengths(self, k: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class LatentRing(State):
         """
         lengths = torch.rsqrt(k[0].float().square().mean(dim=-1) + NORM_EPS)
         extended = torch.cat((self.lengths, lengths))
-        self.lengths.index_copy_(0, self.clock.places % self.window, lengths)
+        self.lengths.index_copy_(0, self.clock.position_ids % self.window, lengths)
         return extended
 
     def attend_one(self, rows: Tensor, up: Tensor, scale: float) -> Tensor:
@@ -230,7 +230,7 @@ class LatentRing(State):
             Latent vectors and rotated parts, (1, W + T, ...) each, and the attention mask, (T, W +
             T) bool.
         """
-        slots = self.clock.places % self.window
+        slots = self.clock.position_ids % self.window
         after = torch.cat((self.latent.get().clone(), self.latent.put(slots, latent)), dim=1)
         extended = after, torch.cat((self.rotated, rotated), dim=1)
         self.rotated.index_copy_(1, slots, rotated)

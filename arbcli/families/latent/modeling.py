@@ -35,12 +35,12 @@ class LatentAttention(nn.Module):
 
     def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
         """Attend over the normalised stream, (T, D)."""
-        places, still = torch.arange(len(h)), self.still
+        position_ids, still = torch.arange(len(h)), self.still
         q, latent, key = self.query_down(h).split(self.sizes, dim=1)
         q = q.view(len(h), self.heads, -1)
-        q = norm(torch.cat((q[..., :still], rotate(q[..., still:], places)), dim=-1))
+        q = norm(torch.cat((q[..., :still], rotate(q[..., still:], position_ids)), dim=-1))
         up = self.up(norm(latent)).view(len(h), self.heads, -1)
-        key = rotate(key, places)[:, None].expand(-1, self.heads, -1)
+        key = rotate(key, position_ids)[:, None].expand(-1, self.heads, -1)
         k, v = norm(torch.cat((up[..., :still], key), dim=-1)), up[..., still:]
         sees = sees_last(len(h), self.ctx, h.device, causal=self.causal)
         y = mixed(attention_shares(q, k, sees, SHARPNESS * self.width**-0.5), v)

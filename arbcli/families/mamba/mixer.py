@@ -252,8 +252,8 @@ class MambaState(State):
 
     def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
         """Convolve new positions, (1, T, D), after those in the ring."""
-        places = self.clock.position + torch.arange(1 - TAPS, x.shape[1], device=x.device)
-        slots = places % TAPS
+        positions = self.clock.position + torch.arange(1 - TAPS, x.shape[1], device=x.device)
+        slots = positions % TAPS
         x = torch.cat((self.ring[slots[: TAPS - 1]][None], x), dim=1)
         self.ring.index_copy_(0, slots[-TAPS:], x[0, -TAPS:])
         return causal_conv(x, taps)[:, TAPS - 1 :]

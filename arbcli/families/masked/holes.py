@@ -66,7 +66,7 @@ def fill(model: LanguageModel, symbols: Sequence[int], steps: int, sampling: Sam
         sampling: parameters of sampling for each symbol.
     """
     config, device = model.config, model.device
-    hidden = [place for place, symbol in enumerate(symbols) if symbol == config.vocabulary]
+    hidden = [index for index, symbol in enumerate(symbols) if symbol == config.vocabulary]
     key = stream_key(sampling.seed, 0, device)
     if sampling.temperature > 0:
         generator = torch.Generator().manual_seed(sampling.seed)
@@ -81,14 +81,14 @@ def fill(model: LanguageModel, symbols: Sequence[int], steps: int, sampling: Sam
             confidence = logits.float().softmax(dim=-1).amax(dim=-1)
             order = confidence.argsort(descending=True, stable=True)
             left, logits = left[order], logits[order]
-        for places, rows in zip(left[:now].split(ROWS), logits[:now].split(ROWS), strict=True):
-            ids[0, places] = _choose(rows.contiguous(), places, key, sampling, config.ctx)
+        for indices, rows in zip(left[:now].split(ROWS), logits[:now].split(ROWS), strict=True):
+            ids[0, indices] = _choose(rows.contiguous(), indices, key, sampling, config.ctx)
         left = left[now:]
     return ids[0, : len(symbols)].tolist()
 
 
 def _choose(
-    logits: Tensor, places: Tensor, key: Tensor, sampling: Sampling, positions: int
+    logits: Tensor, indices: Tensor, key: Tensor, sampling: Sampling, positions: int
 ) -> Tensor:
     """Sample a symbol from each row of logits, (N, V), with the random number of its position."""
     number, symbols = logits.shape
@@ -103,7 +103,7 @@ def _choose(
             (sampling.top_p, torch.float32),
         )
     )
-    choose_bytes_(chosen, texts, logits, places.int(), key.repeat(number), *parameters)
+    choose_bytes_(chosen, texts, logits, indices.int(), key.repeat(number), *parameters)
     return chosen[:, 0]
 
 

@@ -24,5 +24,5 @@ class ByteKinds:
 
     def windows(self, starts: Sequence[int], length: int) -> Tensor:
         """Return the kinds in windows of `length` bytes from `starts`, (B, length) int64."""
-        places = torch.tensor(starts, device="cpu")[:, None] + torch.arange(length, device="cpu")
-        return self._kinds[torch.bucketize(places, self._edges, right=True)]
+        positions = torch.tensor(starts, device="cpu")[:, None] + torch.arange(length, device="cpu")
+        return self._kinds[torch.bucketize(positions, self._edges, right=True)]

@@ -67,8 +67,8 @@ class MediaLosses:
         if not self.parts:
             return
         offsets = torch.arange(1, losses.shape[1] + 1, device=losses.device)
-        places = torch.tensor(starts, device=losses.device)[:, None] + offsets
-        interval = torch.bucketize(places[is_counted], self._edges, right=True)
+        positions = torch.tensor(starts, device=losses.device)[:, None] + offsets
+        interval = torch.bucketize(positions[is_counted], self._edges, right=True)
         # deterministic, unlike `bincount` on a GPU
         self._sums.index_add_(0, interval, losses[is_counted].double())
 

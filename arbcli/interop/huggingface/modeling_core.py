@@ -61,7 +61,7 @@ class Reading(NamedTuple):
 
     text: Tensor
     """Symbols of the text, int64."""
-    places: Tensor
+    position_ids: Tensor
     """(T,) int64, the symbol that each position stands for."""
 
 
@@ -147,9 +147,9 @@ def gated(x: Tensor, limit: float = math.inf) -> Tensor:
 
 
 def rotate(
-    x: Tensor, places: Tensor, width: int | None = None, rotary: Settings | None = None
+    x: Tensor, position_ids: Tensor, width: int | None = None, rotary: Settings | None = None
 ) -> Tensor:
-    """Rotate pairs (i, i + d / 2) of (T, ..., d) by the angles of `places`, (T,).
+    """Rotate pairs (i, i + d / 2) of (T, ..., d) by the angles of `position_ids`, (T,).
 
     The first `width / 2` pairs are rotated; None is all.
     """
@@ -157,7 +157,7 @@ def rotate(
     angles = torch.zeros(len(x), half, dtype=torch.float64)
     width = width or 2 * half
     rates = [rotary_rate(i, width, **rotary or {}) for i in range(width // 2)]
-    angles[:, : width // 2] = torch.outer(places.cpu().double(), angles.new_tensor(rates))
+    angles[:, : width // 2] = torch.outer(position_ids.cpu().double(), angles.new_tensor(rates))
     angles = angles.view(len(x), *[1] * (x.dim() - 2), half)
     first, second = wide(x).split(half, dim=-1)
     cos, sin = (part.to(first) for part in (angles.cos(), angles.sin()))
@@ -260,7 +260,7 @@ class Attention(nn.Module):
 
     def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
         """Attend over the normalised stream, (T, D)."""
-        rotary, places = self.part["rotary"], torch.arange(len(h))
+        rotary, position_ids = self.part["rotary"], torch.arange(len(h))
         qkv = self.qkv(rounded(h) if self.part["bitnet"] else h)
         qkv = qkv if self.bias is None else qkv + self.bias
         counts = self.heads, self.kv_heads, self.kv_heads
@@ -268,7 +268,7 @@ class Attention(nn.Module):
         if self.part["query_key_norm"] != "none":
             q, k = norm(q, self.query_gain, self.eps), norm(k, self.key_gain, self.eps)
         rotated = int(self.width * rotary["share"])
-        q, k = (rotate(part, places, rotated, rotary) for part in (q, k))
+        q, k = (rotate(part, position_ids, rotated, rotary) for part in (q, k))
         scale = self.width**-0.5
         if rotary["scaling"] == "yarn":
             scale *= (0.1 * math.log(rotary["factor"]) + 1) ** 2
@@ -393,8 +393,8 @@ class PlainModel(nn.Module):
         x = self.embedding.rows(ids, dtype)
         for name in self.beside:
             x = x + getattr(self, name)(ids, dtype)
-        places = torch.arange(len(ids), device=ids.device)
-        return self.logits(self.run_stage(0, x, Reading(ids, places)))
+        position_ids = torch.arange(len(ids), device=ids.device)
+        return self.logits(self.run_stage(0, x, Reading(ids, position_ids)))
 
     def logits(self, x: Tensor) -> Tensor:
         """Compute (T, V) logits from the stream after the last block, (T, D)."""

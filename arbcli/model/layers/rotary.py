@@ -28,9 +28,9 @@ def _compute_table(
 ) -> tuple[Tensor, Tensor]:
     # float32 is inaccurate for large positions, and MPS has no float64
     uses_mps = torch.empty(0, device=device).is_mps
-    place = torch.device("cpu") if uses_mps else device
-    exact: TensorOptions = {"device": place, "dtype": torch.float64}
-    frequency = rotary_rates(rotated, rotary, place)
+    exact_device = torch.device("cpu") if uses_mps else device
+    exact: TensorOptions = {"device": exact_device, "dtype": torch.float64}
+    frequency = rotary_rates(rotated, rotary, exact_device)
     if rotated < head_dim:
         frequency = torch.cat((frequency, torch.zeros((head_dim - rotated) // 2, **exact)))
 
@@ -59,8 +59,8 @@ def _zeros(rows: int, columns: int, device: torch.device) -> Tensor:
 
 def rotary_rates(rotated: int, rotary: RotaryConfig, device: torch.device | str = "cpu") -> Tensor:
     """Compute the angular frequency of each pair, (rotated / 2,) float64 radians per position."""
-    places = torch.arange(0, rotated, 2, dtype=torch.float64, device=device)
-    frequency = rotary.base ** (-places / rotated)
+    indices = torch.arange(0, rotated, 2, dtype=torch.float64, device=device)
+    frequency = rotary.base ** (-indices / rotated)
     if rotary.scaling == "none":
         return frequency
     kept = _kept_share(frequency, rotary)
@@ -180,9 +180,9 @@ Angles = tuple[Tensor, Tensor]
 """Cosines and sines of positions, (T, d / 2) each, or (T, 1, d / 2) for several heads."""
 
 
-def rows_at(table: Angles, places: Tensor | slice) -> Angles:
+def rows_at(table: Angles, positions: Tensor | slice) -> Angles:
     """Return the rows of a table at positions, (T,) integers or a slice."""
-    return table[0][places], table[1][places]
+    return table[0][positions], table[1][positions]
 
 
 def broadcast_heads(angles: Angles) -> Angles:

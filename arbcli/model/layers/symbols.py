@@ -198,8 +198,8 @@ class SymbolWeight(LinearWeight):
             if looked_up:
                 shape = rows.stop - rows.start, self.in_features
                 dense = torch.zeros(shape, dtype=torch.float32, device=grad_rows.device)
-                places = touched.rows - rows.start
-                scatter_rows_(dense.view(torch.uint8), places, grad_rows.view(torch.uint8))
+                indices = touched.rows - rows.start
+                scatter_rows_(dense.view(torch.uint8), indices, grad_rows.view(torch.uint8))
                 grad = dense if grad is None else dense.add_(grad)
             if self.sink is None or grad is None:
                 continue

@@ -71,21 +71,23 @@ def orthogonalise_stacked(
     stacks = _normal_stacks(grads, dtype, squares)
     together: dict[int, list[tuple[list[int], bool, Tensor]]] = {}
     while stacks:
-        places, x = stacks.pop()
+        indices, x = stacks.pop()
         tall = x.shape[-2] > x.shape[-1]
         x = x.mT if tall else x
         if max(_runs(x)) == 1 and shares_polynomial(x):
-            together.setdefault(x.shape[-2], []).append((places, tall, x))
+            together.setdefault(x.shape[-2], []).append((indices, tall, x))
             continue
         for steps in _runs(x):
             x = _product(_compose(gram(x), steps), x)
-        for i, part in zip(places, x.mT if tall else x, strict=True):
+        for i, part in zip(indices, x.mT if tall else x, strict=True):
             results[i] = part
     for alike in together.values():
-        all_places, all_tall, xs = zip(*alike, strict=True)
+        all_indices, all_tall, xs = zip(*alike, strict=True)
         del alike[:]
-        for places, tall, x in zip(all_places, all_tall, _orthogonalise_alike([*xs]), strict=True):
-            for i, part in zip(places, x.mT if tall else x, strict=True):
+        for indices, tall, x in zip(
+            all_indices, all_tall, _orthogonalise_alike([*xs]), strict=True
+        ):
+            for i, part in zip(indices, x.mT if tall else x, strict=True):
                 results[i] = part
     return results
 
@@ -115,14 +117,14 @@ def _normal_stacks(
     order = sorted(range(len(grads)), key=lambda i: (grads[i].shape, str(grads[i].dtype)))
     stacks: list[tuple[list[int], Tensor]] = []
     for shape, alike in groupby(order, key=lambda i: grads[i].shape):
-        places = [*alike]
-        stack = grads[0].new_empty((len(places), *shape), dtype=dtype)
+        indices = [*alike]
+        stack = grads[0].new_empty((len(indices), *shape), dtype=dtype)
         if squares is None:
-            _divide_by_norms([grads[i] for i in places], stack)
-        stacks.append((places, stack))
+            _divide_by_norms([grads[i] for i in indices], stack)
+        stacks.append((indices, stack))
     if squares is not None:
         parts = (
-            (i, part) for places, stack in stacks for i, part in zip(places, stack, strict=True)
+            (i, part) for indices, stack in stacks for i, part in zip(indices, stack, strict=True)
         )
         unit_moments((grads[i], squares[i], part) for i, part in parts)
     return stacks

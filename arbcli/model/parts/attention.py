@@ -297,7 +297,7 @@ class KVCache(State):
     def angles(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions being read, (T, d / 2) each."""
         clock, key = self.clock, ("angles", self.width, self.rotary)
-        return clock.here(key, lambda: tuple(part[clock.places] for part in self.table))
+        return clock.here(key, lambda: tuple(part[clock.position_ids] for part in self.table))
 
     @property
     def here(self) -> _Here:
@@ -307,7 +307,7 @@ class KVCache(State):
     def _here(self) -> _Here:
         if self.clock.length == 1:  # independent of the position on the host, for CUDA graphs
             seen = torch.arange(self.window, device=self.clock.device) <= self.clock.position
-            return _Here(self.clock.places % self.window, mask=seen[None])
+            return _Here(self.clock.position_ids % self.window, mask=seen[None])
         start, length, device = self.clock.start, self.clock.length, self.clock.device
         slots = torch.arange(start, start + length, device=device) % self.window
         if start == 0:

@@ -80,7 +80,7 @@ class Documents(NamedTuple):
 class BlockInputs(NamedTuple):
     """Additional inputs of parts, indexed by the positions of the present stage."""
 
-    places: Tensor | None = None
+    position_ids: Tensor | None = None
     """(B, T) int64, index of the byte at which each position begins, -1 for an empty slot; None in
     the outermost stage, whose positions are bytes."""
     grams: Tensor | None = None
@@ -93,21 +93,22 @@ class BlockInputs(NamedTuple):
     @property
     def valid(self) -> Tensor | None:
         """Mask of the slots that hold a position, (B, T) bool; None if all do."""
-        return None if self.places is None else self.places >= 0
+        return None if self.position_ids is None else self.position_ids >= 0
 
     def select_text(self, text: int) -> "BlockInputs":
         """Select one text of a batch."""
-        places, grams = (
-            None if part is None else part[text : text + 1] for part in (self.places, self.grams)
+        position_ids, grams = (
+            None if part is None else part[text : text + 1]
+            for part in (self.position_ids, self.grams)
         )
-        return BlockInputs(places, grams)
+        return BlockInputs(position_ids, grams)
 
     def select_positions(self, first: Tensor) -> "BlockInputs":
         """Select the positions at which chunks begin, (B, C) int64, -1 for an empty slot."""
         index = first.clamp(min=0)
         grams = None if self.grams is None else self.grams.gather(1, index)
-        places = index if self.places is None else self.places.gather(1, index)
-        return BlockInputs(places.masked_fill(first < 0, -1), grams, dropout=self.dropout)
+        position_ids = index if self.position_ids is None else self.position_ids.gather(1, index)
+        return BlockInputs(position_ids.masked_fill(first < 0, -1), grams, dropout=self.dropout)
 
 
 def fits_vectors(*widths: int) -> bool:

@@ -18,7 +18,7 @@ MOST_AHEAD = 8
 
 
 def _accept_ahead_torch(
-    ids: Tensor, chosen: Tensor, rows: Tensor, last: Tensor, position: Tensor, places: Tensor,
+    ids: Tensor, chosen: Tensor, rows: Tensor, last: Tensor, position: Tensor, positions: Tensor,
     accepted: Tensor,
 ) -> None:  # fmt: skip
     equal = (ids[1:] == chosen[:-1]).long().cumprod(0)
@@ -27,12 +27,12 @@ def _accept_ahead_torch(
     ids[:1].copy_(chosen.gather(0, count - 1))
     last.copy_(rows.index_select(0, count - 1)[0])
     position += count[0].to(torch.int32)
-    places.copy_(position + torch.arange(len(places), device=places.device))
+    positions.copy_(position + torch.arange(len(positions), device=positions.device))
 
 
 @triton.jit
 def _accept_ahead_kernel(
-    ids_ptr, chosen_ptr, rows_ptr, last_ptr, position_ptr, places_ptr, accepted_ptr, M, D,
+    ids_ptr, chosen_ptr, rows_ptr, last_ptr, position_ptr, positions_ptr, accepted_ptr, M, D,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_last(OVERLAP)
@@ -45,7 +45,7 @@ def _accept_ahead_kernel(
     tl.debug_barrier()  # all threads have read the buffers that are written now
     tl.store(ids_ptr, byte)
     tl.store(position_ptr, first + count)
-    tl.store(places_ptr + row, first + count + row, mask=row < M)
+    tl.store(positions_ptr + row, first + count + row, mask=row < M)
     tl.store(accepted_ptr, first)
     tl.store(accepted_ptr + 1, count)
     for start in range(0, D, BLOCK):
@@ -55,11 +55,11 @@ def _accept_ahead_kernel(
 
 
 def _accept_ahead_triton(
-    ids: Tensor, chosen: Tensor, rows: Tensor, last: Tensor, position: Tensor, places: Tensor,
+    ids: Tensor, chosen: Tensor, rows: Tensor, last: Tensor, position: Tensor, positions: Tensor,
     accepted: Tensor,
 ) -> None:  # fmt: skip
     _accept_ahead_kernel[(1,)](
-        ids, chosen, rows, last, position, places, accepted, len(chosen), rows.shape[1],
+        ids, chosen, rows, last, position, positions, accepted, len(chosen), rows.shape[1],
         BLOCK=1024, num_warps=4, **overlap_options(rows),
     )  # fmt: skip
 
@@ -67,7 +67,7 @@ def _accept_ahead_triton(
 accept_ahead_ = Operation(
     "accept_ahead", _accept_ahead_triton, _accept_ahead_torch,
     "ids: int64[M] dense; chosen: int64[M] dense; rows: real[M, D] dense; last: real[D] dense; "
-    "position: int32[]; places: int32[M] dense; accepted: int32[2] dense",
+    "position: int32[]; positions: int32[M] dense; accepted: int32[2] dense",
     where=(f"1 <= M <= {MOST_AHEAD}",),
 )  # fmt: skip
 """Accept the bytes that equal their proposals, and the first one that differs, in place.
@@ -78,7 +78,7 @@ Args:
     rows: (M, D), any dtype: hidden state of each of `ids`.
     last: (D,): set to the row from which the last accepted byte was sampled.
     position: int32 scalar: position of `ids[0]`; advanced by the number of accepted bytes.
-    places: (M,) int32: set to the positions from the new one on.
+    positions: (M,) int32: set to the positions from the new one on.
     accepted: (2,) int32: set to the old `position` and to the number of accepted bytes, which
         is also the number of `ids` that stay in the text.
 

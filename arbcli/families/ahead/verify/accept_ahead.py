@@ -13,7 +13,7 @@ def accept_ahead_reference(
     rows: Tensor,
     last: Tensor,
     position: Tensor,
-    places: Tensor,
+    positions: Tensor,
     accepted: Tensor,
 ) -> tuple[Tensor, ...]:
     """Compute the buffers of `accept_ahead_` with Python integers."""
@@ -23,14 +23,14 @@ def accept_ahead_reference(
     ids = ids.clone()
     ids[0] = chosen_ids[count - 1]
     first = int(position)
-    after = torch.tensor([first + count + k for k in range(len(chosen_ids))]).to(places)
+    after = torch.tensor([first + count + k for k in range(len(chosen_ids))]).to(positions)
     kept = torch.tensor([first, count]).to(accepted)
     return ids, rows[count - 1].clone(), after[0], after, kept
 
 
 accept_ahead_verification = Verification(
     accept_ahead_, accept_ahead_reference,
-    compared=("ids", "last", "position", "places", "accepted"),
+    compared=("ids", "last", "position", "positions", "accepted"),
     sizes={"M": f"min(m + 1, {MOST_AHEAD})", "D": "k + 1"},
     values={"ids": (0, 1), "chosen": (0, 1), "position": (0, 1000)},
 )  # fmt: skip

@@ -27,13 +27,13 @@ def _choose_entries_torch(
     size = min(top_k, number)
     chosen = torch.full((batch, groups, size), -1, dtype=torch.int32, device=q.device)
     step = max(1, chunk_elements(ELEMENTS) // max(1, batch * heads * number))
-    places = torch.arange(number, device=q.device)
+    entry_ids = torch.arange(number, device=q.device)
     for start in range(0, groups if size else 0, step):
         some = slice(start, min(start + step, groups))
         dots = torch.einsum("bnhd,bjd->bnhj", q[:, some].float(), k.float())
         scores = (dots.relu() * w[:, some].float()[..., None]).sum(dim=2)
         complete = torch.arange(some.start, some.stop, device=q.device)[:, None] + first
-        seen = (places < complete) & (places >= complete - max_entries)
+        seen = (entry_ids < complete) & (entry_ids >= complete - max_entries)
         # reversed, so that ties go to the later entry
         scores = scores.masked_fill(~seen, -torch.inf).flip(-1)
         order = scores.sort(dim=-1, descending=True, stable=True)

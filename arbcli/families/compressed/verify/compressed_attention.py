@@ -74,8 +74,8 @@ def random_sight(
         groups = sight.groups(length)
         complete = torch.arange(groups.start, groups.stop)[:, None]
         scores = torch.rand(batch, len(groups), entries, generator=generator)
-        places = torch.arange(entries)
-        unseen = (places >= complete) | (places < complete - sight.max_entries)
+        entry_ids = torch.arange(entries)
+        unseen = (entry_ids >= complete) | (entry_ids < complete - sight.max_entries)
         order = scores.masked_fill(unseen, -1).sort(-1, descending=True)
         size = min(top_k, entries)
         indices = torch.where(order.values < 0, entries, order.indices)[..., :size].sort(-1).values

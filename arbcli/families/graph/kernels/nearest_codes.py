@@ -25,14 +25,14 @@ CHUNK_ELEMENTS = 2**22
 INDEX_BITS = 32
 
 
-def _best(scores: Tensor, places: Tensor) -> Tensor:
-    """Return the place of the largest score of each row, (M,); ties go to the lowest place.
+def _best(scores: Tensor, indices: Tensor) -> Tensor:
+    """Return the index of the largest score of each row, (M,); ties go to the lowest index.
 
     Args:
         scores: (M, n) int32.
-        places: (M, n) int32 or int64, below 2**31; or (n,).
+        indices: (M, n) int32 or int64, below 2**31; or (n,).
     """
-    keys = (scores.long() << INDEX_BITS) - places
+    keys = (scores.long() << INDEX_BITS) - indices
     return -keys.amax(dim=1) & ((1 << INDEX_BITS) - 1)
 
 
@@ -41,24 +41,24 @@ def _nearest_codes_torch(q: Tensor, codes: Tensor) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=q.device)
     exact = q.device.type == "cpu" and q.shape[1] <= EXACT_IN_FLOAT32
     kind = torch.float32 if exact else torch.float64
-    vectors, scores, places = q.to(kind), [], []
+    vectors, scores, indices = q.to(kind), [], []
     size = max(1, CHUNK_ELEMENTS // max(len(q), q.shape[1]))
     for first in range(0, len(codes), size):
         some = codes[first : first + size].to(kind)
         score = 2 * (vectors @ some.T).to(torch.int64) - some.square().sum(dim=1).to(torch.int64)
         at = torch.arange(first, first + len(some), device=q.device)
-        places.append(_best(score, at))
-        scores.append(score.gather(1, (places[-1] - first)[:, None])[:, 0])
-    return _best(torch.stack(scores, dim=1), torch.stack(places, dim=1))
+        indices.append(_best(score, at))
+        scores.append(score.gather(1, (indices[-1] - first)[:, None])[:, 0])
+    return _best(torch.stack(scores, dim=1), torch.stack(indices, dim=1))
 
 
 def _nearest_codes_native(q: Tensor, codes: Tensor) -> Tensor:
     (rows, width), number = q.shape, len(codes)
     threads = native.threads_for(len(codes) * width * rows)
     best = torch.empty(threads, rows, dtype=torch.int32, device=q.device)
-    places = torch.empty(threads, rows, dtype=torch.int64, device=q.device)
-    native.call("nearest_codes", q ^ -128, codes, best, places, rows, number, width, threads)
-    return places[0]
+    indices = torch.empty(threads, rows, dtype=torch.int64, device=q.device)
+    native.call("nearest_codes", q ^ -128, codes, best, indices, rows, number, width, threads)
+    return indices[0]
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _norms_kernel(codes_ptr, norms_ptr, V, D, BLOCK_V: tl.constexpr, BLOCK_D: tl
 
 @triton.jit
 def _nearest_codes_kernel(
-    q_ptr, codes_ptr, norms_ptr, score_ptr, place_ptr,
+    q_ptr, codes_ptr, norms_ptr, score_ptr, index_ptr,
     M, V, D, TILES, SHARE,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +83,7 @@ def _nearest_codes_kernel(
     part = tl.program_id(0) // TILES
     begin = part * SHARE
     best = tl.full((BLOCK_M,), -(2**31), tl.int32)
-    place = tl.full((BLOCK_M,), 0, tl.int32) + begin
+    index = tl.full((BLOCK_M,), 0, tl.int32) + begin
     for first in range(begin, tl.minimum(begin + SHARE, V), BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
         products = tl.zeros((BLOCK_M, BLOCK_V), tl.int32)
@@ -98,11 +98,11 @@ def _nearest_codes_kernel(
         scores = tl.where((v < V)[None, :], 2 * products - norms[None, :], -(2**31))
         mine = tl.max(scores, axis=1)
         at = tl.argmax(scores, axis=1, tie_break_left=True)
-        place = tl.where(mine > best, first + at, place)  # ties go to the first
+        index = tl.where(mine > best, first + at, index)  # ties go to the first
         best = tl.maximum(best, mine)
     row = part.to(tl.int64) * M + m
     tl.store(score_ptr + row, best, mask=m < M)
-    tl.store(place_ptr + row, place, mask=m < M)
+    tl.store(index_ptr + row, index, mask=m < M)
 
 
 def _nearest_codes_triton(q: Tensor, codes: Tensor) -> Tensor:
@@ -117,13 +117,13 @@ def _nearest_codes_triton(q: Tensor, codes: Tensor) -> Tensor:
     shares = min(triton.cdiv(number, block_v), max(1, 4 * num_processors(q) // tiles))
     share = block_v * triton.cdiv(triton.cdiv(number, shares), block_v)
     shares = triton.cdiv(number, share)
-    scores, places = torch.empty(2, shares, rows, dtype=torch.int32, device=q.device)
+    scores, indices = torch.empty(2, shares, rows, dtype=torch.int32, device=q.device)
     _nearest_codes_kernel[(tiles * shares,)](
-        q, codes, norms, scores, places, rows, number, width, tiles, share,
+        q, codes, norms, scores, indices, rows, number, width, tiles, share,
         BLOCK_M=block_m, BLOCK_V=block_v, BLOCK_D=64, num_warps=8 if block_m == 128 else 4,
         num_stages=3,
     )  # fmt: skip
-    return _best(scores.T, places.T)
+    return _best(scores.T, indices.T)
 
 
 nearest_codes = Operation(

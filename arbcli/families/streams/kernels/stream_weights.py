@@ -73,10 +73,10 @@ def _sigmoid(x):
 def _load_square(raw_ptr, bias_ptr, offs_m, M, stride_rm, N: tl.constexpr):
     """Load z_B of some positions, [BLOCK_M, N, N], and where it is within the limit."""
     i = tl.arange(0, N)
-    places = 2 * N + i[None, :, None] * N + i[None, None, :]
+    offsets = 2 * N + i[None, :, None] * N + i[None, None, :]
     mask = (offs_m < M)[:, None, None]
-    z = tl.load(raw_ptr + offs_m[:, None, None] * stride_rm + places, mask=mask, other=0)
-    z = z.to(tl.float32) + tl.load(bias_ptr + places)
+    z = tl.load(raw_ptr + offs_m[:, None, None] * stride_rm + offsets, mask=mask, other=0)
+    z = z.to(tl.float32) + tl.load(bias_ptr + offsets)
     # NaN stays NaN
     bounded = tl.where(z > _LIMIT, _LIMIT, tl.where(z < -_LIMIT, -_LIMIT, z))
     return bounded, z == bounded
@@ -136,8 +136,8 @@ def _stream_weights_kernel(
     row_lacks, column_lacks, lacking = _lacking(p)
     b = p + row_lacks[:, :, None] * (column_lacks / lacking[:, None])[:, None, :]
     i = tl.arange(0, N)
-    places = offs_m[:, None, None] * (N * N) + i[None, :, None] * N + i[None, None, :]
-    tl.store(b_ptr + places, b, mask=(offs_m < M)[:, None, None])
+    offsets = offs_m[:, None, None] * (N * N) + i[None, :, None] * N + i[None, None, :]
+    tl.store(b_ptr + offsets, b, mask=(offs_m < M)[:, None, None])
 
 
 @triton.jit
@@ -158,8 +158,8 @@ def _stream_weights_backward_kernel(
     grad = tl.load(grad_c_ptr + rows * N + i, mask=mask, other=0)
     tl.store(grad_ptrs + N, grad * 2 * c * (1 - c), mask=mask)
     i = tl.arange(0, N)
-    places, mask3 = i[None, :, None] * N + i[None, None, :], (offs_m < M)[:, None, None]
-    g = tl.load(grad_b_ptr + offs_m[:, None, None] * (N * N) + places, mask=mask3, other=0)
+    offsets, mask3 = i[None, :, None] * N + i[None, None, :], (offs_m < M)[:, None, None]
+    g = tl.load(grad_b_ptr + offs_m[:, None, None] * (N * N) + offsets, mask=mask3, other=0)
     z, inside = _load_square(raw_ptr, bias_ptr, offs_m, M, stride_rm, N)
     first = _begin(z)
     # what rounds make is made again, from the nearest of these on: to keep all takes more room
@@ -185,7 +185,7 @@ def _stream_weights_backward_kernel(
     g = _back_through(g, second, quarter)
     g = _back_through(g, first, quarter)
     g = tl.where(inside, g * first, 0)
-    grad_ptrs = grad_ptr + offs_m[:, None, None] * (N * N + 2 * N) + 2 * N + places
+    grad_ptrs = grad_ptr + offs_m[:, None, None] * (N * N + 2 * N) + 2 * N + offsets
     tl.store(grad_ptrs, g, mask=mask3)
 
 

@@ -80,8 +80,8 @@ NORM_VALUES = {"eps": EPS_VALUES}
 
 def widened(values: Tensor) -> Tensor:
     """Return a row of the same numbers that is too wide for registers."""
-    places = torch.arange(WHOLE_ROW + 5, device=values.device) % values.numel()
-    return values.flatten()[places][None]
+    indices = torch.arange(WHOLE_ROW + 5, device=values.device) % values.numel()
+    return values.flatten()[indices][None]
 
 
 rms_norm_verification = Verification(
