@@ -98,8 +98,8 @@ def train(
         from arbcli.generation.load import read_saved
 
         initial = read_saved(Path(init_from), observer.noted)
-    place = None if out is None else Path(out)
-    return start_run(config, place, observer, minutes=minutes, initial=initial)
+    folder = None if out is None else Path(out)
+    return start_run(config, folder, observer, minutes=minutes, initial=initial)
 
 
 def resume(

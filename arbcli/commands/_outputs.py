@@ -36,7 +36,7 @@ def check_folder(path: Path, option: str) -> None:
         ArbError: a parent is not a folder, or permission is denied.
     """
     hint = f"choose another `{option}`"
-    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not existing.is_dir():
         raise ArbError(f"cannot write `{path}`: `{existing}` is not a folder", hint)
     if not os.access(existing, os.W_OK):

@@ -107,10 +107,10 @@ class RunDisplay(Observer):
         by = f"{optimizer} at lr {config.lr:g}" if optimizer else model.rule_text
         windows = config.batch * config.accum
         note(f"steps   {config.steps:,} of {windows:,} windows, by {by}, seed {config.seed}")
-        place = f"{config.device}, backend {config.backend}, {config.compute}"
+        hardware = f"{config.device}, backend {config.backend}, {config.compute}"
         if (size := trainer.group.size) > 1:
-            place += f", {size} processes with {config.accum // size} of {config.accum} batches"
-        note(f"device  {place}")
+            hardware += f", {size} processes with {config.accum // size} of {config.accum} batches"
+        note(f"device  {hardware}")
         if config.device == "cpu" and config.backend == "torch" and not native.available():
             note(f"        `native` would be faster: {native.why_not()}")
         if trainer.step:

@@ -183,9 +183,9 @@ def _audit_ranks(config: "TrainConfig") -> "RanksReport":
     from arbcli.inspect.ranks import audit_ranks
     from arbcli.training.parallel.group import joined, own_device
 
-    place = own_device(torch.device(config.device))
-    with joined(place, "audit-memory") as group:
-        return audit_ranks(dataclasses.replace(config, device=str(place)), group)
+    device = own_device(torch.device(config.device))
+    with joined(device, "audit-memory") as group:
+        return audit_ranks(dataclasses.replace(config, device=str(device)), group)
 
 
 def _check_ranks(ranks: int, processes: int) -> None:
@@ -315,9 +315,9 @@ def _floats_table(floats: "tuple[FloatTensor, ...]") -> Table:
 
 
 def _decoding_tables(report: "DecodingAudit") -> Group:
-    place = f"{report.device}, backend {report.backend}, {report.compute}"
+    hardware = f"{report.device}, backend {report.backend}, {report.compute}"
     headline = (
-        f"On {place}: {_verdict(report.passed)}, a prefill of {report.prefill:,}, cache of"
+        f"On {hardware}: {_verdict(report.passed)}, a prefill of {report.prefill:,}, cache of"
         f" {_size(report.cache_bytes)}"
     )
     return Group(headline, _levels_table(report.levels), _checks_table(report.checks))
@@ -349,9 +349,9 @@ def _checks_table(checks: "tuple[Check, ...]") -> Table:
 
 
 def _audit_tables(report: "AuditReport") -> Group:
-    place = f"{report.device}, backend {report.backend}, {report.compute}"
+    hardware = f"{report.device}, backend {report.backend}, {report.compute}"
     headline = (
-        f"On {place}, batch {report.batch} x {report.predicted.config.ctx}:"
+        f"On {hardware}, batch {report.batch} x {report.predicted.config.ctx}:"
         f" {_verdict(report.passed)}, a peak of"
         f" {_size(report.peak_bytes)} in {report.steps} steps ({report.seconds:.1f} s)"
     )

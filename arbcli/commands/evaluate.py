@@ -77,9 +77,9 @@ def evaluate(
             text = open_text(data, run_conversion(checkpoint, field, data_format))
         else:
             text = held_out_text(run_of(checkpoint))
-        place = resolve_device(device)
-        backend = resolve_backend(backend, place)
-        model, name = load_named_model(checkpoint, place, note, compute)
+        torch_device = resolve_device(device)
+        backend = resolve_backend(backend, torch_device)
+        model, name = load_named_model(checkpoint, torch_device, note, compute)
         if field is not None and has_documents(field):
             documents = evaluation.documents_for(model, Path(name), text[0], field)
             if documents.cut:

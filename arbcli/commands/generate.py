@@ -180,9 +180,9 @@ def generate(
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0)
         name = str(prompts)
         requests = read_prompts(lines, name, length or LENGTH, sampling) if prompts else []
-        place = resolve_device(device)
-        backend = resolve_backend(backend, place)
-        model, name = load_named_model(checkpoint, place, note, compute)
+        torch_device = resolve_device(device)
+        backend = resolve_backend(backend, torch_device)
+        model, name = load_named_model(checkpoint, torch_device, note, compute)
     conversation = Conversation(model, Path(name), system) if chats else None
     if requests:
         _continue_batch(model, requests, batch, backend, kv, conversation)
@@ -240,7 +240,7 @@ def generate(
         _write(content, asdict(report) | extra, out, as_json=as_json, depths=depths)
     checks, period = report.bytes_per_check, report.period
     _note_end(
-        f"{report.length} {_unit(model)}, {report.bytes_per_second:,.0f} bytes/s on {place},"
+        f"{report.length} {_unit(model)}, {report.bytes_per_second:,.0f} bytes/s on {torch_device},"
         f" backend {backend}, cache of {report.cache_bytes:,} bytes in {report.kv}"
         + ("" if checks is None else f", {checks:.2f} bytes a check")
         + ("" if period is None else f"; the text repeats with a period of {period} bytes")

@@ -98,8 +98,10 @@ def _start_engine(
         from arbcli.kernels.runtime.device import resolve_backend, resolve_device
         from arbcli.serve.engine import Engine
 
-        place = resolve_device(device)
-        model, name = load_named_model(checkpoint, place, note, compute)
-        engine = Engine(model, Path(name), backend=resolve_backend(backend, place), **options)
+        torch_device = resolve_device(device)
+        model, name = load_named_model(checkpoint, torch_device, note, compute)
+        engine = Engine(
+            model, Path(name), backend=resolve_backend(backend, torch_device), **options
+        )
         engine.start()
     return engine

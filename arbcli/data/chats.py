@@ -98,7 +98,7 @@ class Chats(Text):
         self._source, self.context = source, context
         self.template_digest: str | None = template_digest(template)
         reader = _Reader(field, tokenizer, template, ending)
-        self._places: list[tuple[int, int]] = []
+        self._spans: list[tuple[int, int]] = []
         """Begin of each document in `_flat`, and the number of its tokens."""
         self.learnt_tokens = self.learnt_bytes = 0
         self.cut = 0
@@ -114,19 +114,19 @@ class Chats(Text):
             learnt = int(is_learnt.sum())
             if learnt:
                 self.cut += len(window) < len(tokens)
-                self._places.append((begin, len(window)))
+                self._spans.append((begin, len(window)))
                 begin += len(window)
                 documents.append(np.array(window))
                 totals.append((learnt, int(sizes[: len(window)].sum())))
                 self.learnt_tokens += learnt
                 self.learnt_bytes += int(sizes[1 : len(window)][is_learnt].sum())
-        if not self._places:
+        if not self._spans:
             raise ArbError(
                 f"no record has an answer that begins within {context:,} tokens",
                 "use a larger `--ctx`, or name more records, as with `--val`",
             )
         self._flat = np.concatenate(documents)
-        self.bins = pack([size - 1 for _, size in self._places], context)
+        self.bins = pack([size - 1 for _, size in self._spans], context)
         """Numbers of the documents of each window."""
         document_totals = np.array(totals)
         window_totals = [document_totals[window].sum(axis=0) for window in self.bins]
@@ -135,12 +135,12 @@ class Chats(Text):
 
     def __len__(self) -> int:
         """Return the number of tokens."""
-        return sum(size for _, size in self._places)
+        return sum(size for _, size in self._spans)
 
     @property
     def longest(self) -> int:
         """Number of positions of the longest document."""
-        return max(size for _, size in self._places) - 1
+        return max(size for _, size in self._spans) - 1
 
     @property
     def source(self) -> Text:
@@ -187,7 +187,7 @@ class Chats(Text):
         for row, window in enumerate(starts):
             at = 0
             for number, index in enumerate(self.bins[window]):
-                begin, size = self._places[index]
+                begin, size = self._spans[index]
                 tokens = self._flat[begin : begin + size].astype(np.int64)
                 here = slice(at, at + size - 1)
                 ids[row, here] = np.where(tokens < 0, ~tokens, tokens)[:-1]
@@ -236,8 +236,8 @@ def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # free positions and number of windows, the fullest first
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        place = bisect_left(free, (sizes[index], -1))
-        left, window = free.pop(place) if place < len(free) else (room, len(bins))
+        fitting = bisect_left(free, (sizes[index], -1))
+        left, window = free.pop(fitting) if fitting < len(free) else (room, len(bins))
         if window == len(bins):
             bins.append([])
         bins[window].append(index)
@@ -390,8 +390,8 @@ class _Reader:
         """Encode a text; tokens with a character of one of the spans have a loss."""
         marked = self.tokenizer.encode_marked(text)
         tokens = [
-            ~token if any(_overlaps(place, span) for span in spans) else token
-            for token, place in marked
+            ~token if any(_overlaps(offsets, span) for span in spans) else token
+            for token, offsets in marked
         ]
         return Document(tokens, _sizes(text, marked))
 
@@ -410,9 +410,9 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(part)
 
 
-def _overlaps(place: tuple[int, int], span: tuple[int, int]) -> bool:
+def _overlaps(offsets: tuple[int, int], span: tuple[int, int]) -> bool:
     """Return whether a token has a character of a span; an empty token, whether it lies within."""
-    (begin, end), (first, last) = place, span
+    (begin, end), (first, last) = offsets, span
     return begin < last and (end > first or begin >= first)
 
 

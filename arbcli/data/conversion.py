@@ -313,12 +313,12 @@ def _members(path: Path, name: str, suffix: str) -> Iterator[tuple[str, bytes]]:
     return imported("arbcli.data.tars:members")(plain, path, suffix)
 
 
-def _parsed(content: bytes, place: str, path: Path) -> Any:
+def _parsed(content: bytes, location: str, path: Path) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ArbError(
-            f"{place}`{path}`: {' '.join(str(error).split())}",
+            f"{location}`{path}`: {' '.join(str(error).split())}",
             "records are JSON objects, one a line, or a JSON array of them in a .json file",
         ) from None
 

@@ -33,13 +33,13 @@ def members(plain: Path, path: Path, suffix: str) -> Iterator[tuple[str, bytes]]
         plain.open("rb") as file,
         tarfile.open(fileobj=file, mode="r:") as archive,
     ):
-        places = sorted(_places(archive, path, suffix))
-        if not places:
+        found = sorted(_members(archive, path, suffix))
+        if not found:
             raise ArbError(
                 f"`{path}` has no members that end in {suffix}",
                 "without `--field` the .txt members are read, with it a field of the .json members",
             )
-        for _, name, start, size in places:
+        for _, name, start, size in found:
             file.seek(start)
             content = file.read(size)
             if len(content) < size:
@@ -47,7 +47,7 @@ def members(plain: Path, path: Path, suffix: str) -> Iterator[tuple[str, bytes]]
             yield name, content
 
 
-def _places(archive: Any, path: Path, suffix: str) -> Iterator[tuple[str, str, int, int]]:
+def _members(archive: Any, path: Path, suffix: str) -> Iterator[tuple[str, str, int, int]]:
     """Yield key, name, offset and size of the members with a suffix."""
     before = -1
     while (member := archive.next()) is not None:

@@ -373,17 +373,17 @@ def _blocks(text: Text, begin: int, end: int) -> Iterator[bytes]:
         size = min(BLOCK_BYTES, end - begin)
         rest += text.read(begin, size)
         begin += size
-        cut = _last_place(rest) if begin < end else len(rest)
+        cut = _last_match(rest) if begin < end else len(rest)
         yield rest[:cut]
         rest = rest[cut:]
 
 
-def _last_place(block: bytes) -> int:
+def _last_match(block: bytes) -> int:
     """Return the last offset at which a block can be cut."""
     for pattern in ENDS:
-        places = [*pattern.finditer(block, max(0, len(block) - SEARCHED_BYTES))]
-        if places:
-            return places[-1].end()
+        matches = [*pattern.finditer(block, max(0, len(block) - SEARCHED_BYTES))]
+        if matches:
+            return matches[-1].end()
     return _whole_characters(block)
 
 

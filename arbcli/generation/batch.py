@@ -140,8 +140,8 @@ def _generate(
 
 def _truncate(symbols: Sequence[int], ends: Collection[int]) -> Sequence[int]:
     """Return the symbols before the first that ends a text."""
-    place = next((i for i, symbol in enumerate(symbols) if symbol in ends), len(symbols))
-    return symbols[:place]
+    end = next((i for i, symbol in enumerate(symbols) if symbol in ends), len(symbols))
+    return symbols[:end]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

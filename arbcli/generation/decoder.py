@@ -304,10 +304,10 @@ class Decoder:
             ValueError: the text would be too long, or has not begun.
         """
         for part in self._stream(length):
-            place = next((i for i, symbol in enumerate(part) if symbol in ends), None)
-            self.num_generated += len(part[:place])
-            yield part[:place]
-            if place is not None:
+            end = next((i for i, symbol in enumerate(part) if symbol in ends), None)
+            self.num_generated += len(part[:end])
+            yield part[:end]
+            if end is not None:
                 return
 
     def _stream(self, length: int) -> Iterator[Sequence[int]]:

@@ -72,10 +72,10 @@ class _Pool:
 
     def take(self, size: int) -> Block | None:
         """Return the smallest sufficient free block, or None."""
-        place = bisect_left(self.free, (size,))
-        if place == len(self.free):
+        index = bisect_left(self.free, (size,))
+        if index == len(self.free):
             return None
-        block = self.free.pop(place)[-1]
+        block = self.free.pop(index)[-1]
         block.free = False
         return block
 

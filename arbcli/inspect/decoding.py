@@ -172,12 +172,12 @@ def _held_out(text: Text, length: int, device: str) -> Tensor:
 
 def _model(config: TrainConfig, checkpoint: Checkpoint | None) -> LanguageModel:
     """Build the model without training state."""
-    place, dtype = torch.device(config.device), COMPUTE[config.compute]
+    device, dtype = torch.device(config.device), COMPUTE[config.compute]
     if checkpoint is not None:
-        model = empty_model(checkpoint, place, dtype)
+        model = empty_model(checkpoint, device, dtype)
         model.load_state_dict(checkpoint.tensors)
     else:
-        with place:
+        with device:
             model = build_model(config.model, dtype, seed=config.seed)
     model.drop_training_state()
     return model

@@ -125,7 +125,7 @@ def _equal(configs: list[Any]) -> Iterator[range]:
                 break
         else:
             period, end = 1, start + 1
-        yield from (range(start + place, end, period) for place in range(period))
+        yield from (range(start + offset, end, period) for offset in range(period))
         start = end
 
 

@@ -149,9 +149,9 @@ class _Trace(Storages):
         if func in WORKSPACES and result.is_meta:
             # one for each thread that has had a product, and others where steps are captured
             captured = isinstance(self.memory, Allocator) and self.memory.is_capturing
-            place = (WORKSPACES[func], self._runs_backward, captured)
-            if place not in self._workspaces:
-                self._workspaces.add(place)
+            workspace = (WORKSPACES[func], self._runs_backward, captured)
+            if workspace not in self._workspaces:
+                self._workspaces.add(workspace)
                 self._take(WORKSPACES[func], func, "constant")
         return result
 

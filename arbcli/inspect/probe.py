@@ -113,12 +113,12 @@ def open_saved(
     config = run_config(run, read_facts(run))
     if config.model.weights != "ternary":
         raise ArbError("a float baseline has no integers to probe", "name a run of packed weights")
-    place = resolve_device(device)
+    torch_device = resolve_device(device)
     if "data" in settings:
         settings.setdefault("val", ())
         settings.setdefault("field", None)
     settings |= {name: tuple(settings[name]) for name in ("data", "val") if name in settings}
-    settings |= {"device": str(place), "backend": resolve_backend(backend, place)}
+    settings |= {"device": str(torch_device), "backend": resolve_backend(backend, torch_device)}
     settings |= {"weight_average": 0}  # an average has become the weights
     if settings.get("compute") == "fp32":
         settings["pack"] = False  # only gates in bfloat16 are packed
@@ -535,9 +535,9 @@ def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
     from arbcli.families.hnet.boundaries import chunk_starts
 
     stages = torch.stack(chunk_starts(model, ids)).cpu()  # (stages, B, T)
-    places = torch.nonzero(functional.pad(stages[0], (0, 1), value=True).flatten()).flatten()
-    lengths = places.diff()  # a window ends with one place more, which is not a byte of it
-    ends = torch.tensor([place % (ids.shape[1] + 1) == ids.shape[1] for place in places.tolist()])
+    starts = torch.nonzero(functional.pad(stages[0], (0, 1), value=True).flatten()).flatten()
+    lengths = starts.diff()  # a window ends with one place more, which is not a byte of it
+    ends = torch.tensor([start % (ids.shape[1] + 1) == ids.shape[1] for start in starts.tolist()])
     sample = ids[0, :SAMPLE_BYTES].tolist() if model.tokenizer is None else []
     return ChunkReport(
         mean_lengths=tuple(ids.numel() / count for count in stages.sum(dim=(1, 2)).tolist()),

@@ -147,9 +147,9 @@ def choose_step(
             continue
         tried = batches if recompute else [batch for batch in batches if batch >= kept]
         fitting = partial(fits, recompute=recompute)
-        place = 0 if fitting(tried[0]) else bisect_left(tried, True, lo=1, key=fitting)
-        if place < len(tried):
-            batch, reduce_dtype = tried[place], config.reduce_dtype
+        index = 0 if fitting(tried[0]) else bisect_left(tried, True, lo=1, key=fitting)
+        if index < len(tried):
+            batch, reduce_dtype = tried[index], config.reduce_dtype
             accum = batches[0] // batch * processes
             may_sum = sums and reduce_dtype is None and MOST_IN_PLACE < accum <= MOST_SUMMED
             if may_sum and fits(batch, recompute, summed=True):

@@ -189,9 +189,9 @@ def _launch_nothing(_kernel: Any, _grid: Any, *_: Any, **__: Any) -> None: ...
 class _Elsewhere(TorchFunctionMode):
     """Redirects allocations from one device to another."""
 
-    def __init__(self, device: torch.device, place: torch.device) -> None:
+    def __init__(self, device: torch.device, real_device: torch.device) -> None:
         super().__init__()
-        self.device, self.place = device, place
+        self.device, self.real_device = device, real_device
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -207,8 +207,8 @@ class _Elsewhere(TorchFunctionMode):
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, torch.device):
-            return self.place if value.type == self.device.type else value
-        return self.place if isinstance(value, str) and value == self.device.type else value
+            return self.real_device if value.type == self.device.type else value
+        return self.real_device if isinstance(value, str) and value == self.device.type else value
 
 
 def _answers(device: torch.device) -> Iterator[tuple[Any, str, Any]]:

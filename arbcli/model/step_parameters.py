@@ -111,18 +111,18 @@ class StepLayout:
             **dict.fromkeys(("average_rate", "average_turn"), (narrow, (1,))),
             "keys": (narrow, (matrices, NUM_STREAMS)),
         }
-        self._places: dict[str, slice] = {}
+        self._slices: dict[str, slice] = {}
         begin = 0
         for name, (dtype, shape) in self.fields.items():
             end = begin + math.prod(shape) * dtype.itemsize // narrow.itemsize
-            self._places[name] = slice(begin, end)
+            self._slices[name] = slice(begin, end)
             begin = end
         self.width = -(-begin // 2)
 
     def view(self, rows: Tensor, name: str) -> Tensor:
         """View a field of rows, (..., width) int64, as (..., *shape of the field)."""
         dtype, shape = self.fields[name]
-        return rows.view(torch.int32)[..., self._places[name]].view(dtype).unflatten(-1, shape)
+        return rows.view(torch.int32)[..., self._slices[name]].view(dtype).unflatten(-1, shape)
 
     def sizes(self, row: Tensor) -> list[StepSizes]:
         """View the step sizes of each pace in a row, (width,) int64."""

@@ -29,11 +29,13 @@ def new_config(
     Raises:
         ArbError: settings are incompatible with each other or with this machine.
     """
-    place = devices.resolve_device(device)
-    compute = compute or devices.default_compute(place)
-    devices.check_compute(compute, place)
-    backend = devices.resolve_backend(backend, place)
-    config = train_config(preset, device=str(place), backend=backend, compute=compute, **settings)
+    torch_device = devices.resolve_device(device)
+    compute = compute or devices.default_compute(torch_device)
+    devices.check_compute(compute, torch_device)
+    backend = devices.resolve_backend(backend, torch_device)
+    config = train_config(
+        preset, device=str(torch_device), backend=backend, compute=compute, **settings
+    )
     return config if config.tokenizer is None else _set_vocabulary(config, config.tokenizer)
 
 

@@ -49,11 +49,11 @@ def first_windows(config: TrainConfig, texts: Texts, number: int) -> Iterator[Wi
             "leave `--show-windows` out",
         )
     sizes = {"seed": config.seed, "batch_size": config.batch, "context": config.model.ctx}
-    for place in range(-(-number // config.batch)):
-        step, micro = divmod(place, config.accum)
+    for index in range(-(-number // config.batch)):
+        step, micro = divmod(index, config.accum)
         drawn = batch(texts.train, **sizes, step=step, micro=micro, device="cpu")
         rows = [part.tolist() for part in drawn]
-        for row in itertools.islice(zip(*rows, strict=True), number - place * config.batch):
+        for row in itertools.islice(zip(*rows, strict=True), number - index * config.batch):
             yield _window(*row, tokenizer=texts.tokenizer)
 
 
@@ -66,8 +66,8 @@ def _window(
 ) -> Window:
     """Divide a window into its documents, without padding, and these into runs."""
     rows = []
-    places = range(len(ids))
-    for _, group in itertools.groupby(places, lambda at: documents[at] if documents else 0):
+    indices = range(len(ids))
+    for _, group in itertools.groupby(indices, lambda at: documents[at] if documents else 0):
         here = list(group)
         symbols = [ids[at] for at in here] + [targets[here[-1]]]
         learnt = [False] + [targets[at] >= 0 for at in here]

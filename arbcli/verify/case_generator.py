@@ -103,18 +103,18 @@ class CaseGenerator:
         values = torch.rand(shape, generator=self.generator, device=self.device)
         return self.view(values.clamp(1e-4, 1 - 1e-4))
 
-    def texts(self, inputs: tuple, place: int, *shared: int) -> tuple:
+    def texts(self, inputs: tuple, index: int, *shared: int) -> tuple:
         """Make three texts of one in two of five cases, of which one is at its first position.
 
         Args:
             inputs: arguments for one text, the first of which differs between texts.
-            place: index of the position.
+            index: index of the position.
             shared: as of `text_by_text`.
         """
         if not self.chance(0.4):
             return inputs
-        position = torch.zeros_like(inputs[place])
-        first = (-inputs[0], *inputs[1:place], position, *inputs[place + 1 :])
+        position = torch.zeros_like(inputs[index])
+        first = (-inputs[0], *inputs[1:index], position, *inputs[index + 1 :])
         return stacked_texts([inputs, first, inputs], *shared)
 
     def trits(self, rows: int, columns: int) -> Tensor:

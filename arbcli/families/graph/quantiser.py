@@ -131,12 +131,12 @@ class Quantiser(StepMemory):
         ordered, number = chosen[order], len(self.codes)
         begins = torch.ones_like(ordered, dtype=torch.bool)
         begins[1:] = ordered[1:] != ordered[:-1]
-        place = begins.cumsum(0) - 1  # index of each position's code among the selected ones
-        rows = torch.full_like(ordered, number).scatter_(0, place, ordered)
+        slot = begins.cumsum(0) - 1  # index of each position's code among the selected ones
+        rows = torch.full_like(ordered, number).scatter_(0, slot, ordered)
         count = torch.zeros(len(rows), 1, dtype=torch.int32, device=q.device)
-        count.index_add_(0, place, torch.ones_like(count))
+        count.index_add_(0, slot, torch.ones_like(count))
         total = torch.zeros(q.shape, dtype=torch.int32, device=q.device)
-        total.index_add_(0, place, q[order].int())
+        total.index_add_(0, slot, q[order].int())
         old, uses = gather_rows(self.codes, rows).int(), gather_rows(self.uses, rows).int()
         weight = uses.clamp(max=MEMORY)
         shares = (weight + count).clamp(min=1)

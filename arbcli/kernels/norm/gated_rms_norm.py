@@ -42,7 +42,7 @@ def _gated_rms_norm_torch(gate_up: Tensor, eps: float | None) -> Tensor:
     return y
 
 
-def _place_of(x: Tensor, overwrite: bool) -> Tensor:
+def _output_for(x: Tensor, overwrite: bool) -> Tensor:
     """Return the buffer of a result like x: x itself (in place), or a new tensor."""
     if overwrite and x.is_contiguous():
         return x
@@ -54,7 +54,7 @@ def _gated_rms_norm_backward_torch(
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     width = grad_y.shape[-1]
-    grad_gate_up = _place_of(gate_up, overwrite)
+    grad_gate_up = _output_for(gate_up, overwrite)
     y = torch.empty(grad_y.shape, dtype=gate_up.dtype, device=gate_up.device)
     gate_up, grad_y = gate_up.reshape(-1, 2 * width), grad_y.reshape(-1, width)
     grads, out = grad_gate_up.view(-1, 2 * width), y.view(-1, width)
@@ -88,8 +88,8 @@ def _gated_rms_norm_backward_native(
     grad_y: Tensor, gate_up: Tensor, eps: float | None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    place = _place_of(gate_up, overwrite)
-    return norm_backward_native(grad_y, gate_up, None, eps, gated=True, grad_x=place)
+    result = _output_for(gate_up, overwrite)
+    return norm_backward_native(grad_y, gate_up, None, eps, gated=True, grad_x=result)
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def _gated_rms_norm_backward_triton(
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     # a program reads its rows before it writes to them
-    y, grad_gate_up = (_place_of(x, overwrite) for x in (grad_y, gate_up))
+    y, grad_gate_up = (_output_for(x, overwrite) for x in (grad_y, gate_up))
     if y.numel():
         gate_up = dense_rows(gate_up)
         parts = gate_up, gate_up[:, y.shape[-1] :]
@@ -233,7 +233,7 @@ def _packed_gates_backward_triton(
     grad_y: Tensor, codes: Tensor, bases: Tensor, eps: float | None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    y, (rows, width) = _place_of(grad_y, overwrite), grad_y.shape
+    y, (rows, width) = _output_for(grad_y, overwrite), grad_y.shape
     grad_gate_up = torch.empty(rows, 2 * width, dtype=grad_y.dtype, device=grad_y.device)
     if y.numel():
         _launch_backward(grad_y, (codes, bases), eps, grad_gate_up, y, packed=True)

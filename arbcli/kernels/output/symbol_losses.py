@@ -17,9 +17,9 @@ MOST_SYMBOLS = 4096
 
 def _add_symbols_torch(total: Tensor, target_sums: Tensor, logits: Tensor, targets: Tensor) -> None:
     for rows in row_chunks(logits):
-        part, place = logits[rows].float(), targets[rows]
-        inside = (place >= 0) & (place < part.shape[1])
-        target_logits = part.gather(1, place.clamp(0, part.shape[1] - 1)[:, None])[:, 0]
+        part, index = logits[rows].float(), targets[rows]
+        inside = (index >= 0) & (index < part.shape[1])
+        target_logits = part.gather(1, index.clamp(0, part.shape[1] - 1)[:, None])[:, 0]
         target_sums[rows] += torch.where(inside, target_logits, 0)
         highest = part.amax(dim=1)
         sums = (part - highest[:, None]).exp_().sum(dim=1)

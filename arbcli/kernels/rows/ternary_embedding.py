@@ -135,8 +135,8 @@ def _segments_kernel(ids_ptr, order_ptr, bounds_ptr, M, V, stride_im, BLOCK: tl.
             m = start + tl.arange(0, BLOCK)
             ids = tl.load(ids_ptr + m.to(tl.int64) * stride_im, mask=m < M, other=V)
             here = (ids == v).to(tl.int32)
-            place = begin + tl.cumsum(here, axis=0) - 1
-            tl.store(order_ptr + place, m.to(tl.int64), mask=here > 0)
+            slot = begin + tl.cumsum(here, axis=0) - 1
+            tl.store(order_ptr + slot, m.to(tl.int64), mask=here > 0)
             begin += tl.sum(here)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def text_by_text(place: int, *shared: int) -> Callable[[Callable], Callable]:
+def text_by_text(argument: int, *shared: int) -> Callable[[Callable], Callable]:
     """Extend an implementation for one text to several texts, processed one by one.
 
     The decorated function does as before with a scalar position. With positions of (B,), its other
@@ -16,17 +16,17 @@ def text_by_text(place: int, *shared: int) -> Callable[[Callable], Callable]:
     written in place, and results are stacked.
 
     Args:
-        place: index of the position argument.
+        argument: index of the position argument.
         shared: indices of the arguments that all texts share.
     """
 
     def decorate(run: Callable) -> Callable:
         @wraps(run)
         def run_by_text(*inputs: Any) -> Any:
-            if not inputs[place].dim():
+            if not inputs[argument].dim():
                 return run(*inputs)
             results = []
-            for text in range(len(inputs[place])):
+            for text in range(len(inputs[argument])):
                 inputs_of_text = (
                     part if index in shared else _select_text(part, text)
                     for index, part in enumerate(inputs)

@@ -60,13 +60,13 @@ def find(tensor: Tensor) -> Findable:
     Raises:
         LookupError: no module has it, as the compiler passed a copy.
     """
-    place = tensor.data_ptr()
-    known = _found.get(place, lambda: None)()
-    if known is None or known.key_tensor.data_ptr() != place:
-        known = next((part for part in _findable if part.key_tensor.data_ptr() == place), None)
+    address = tensor.data_ptr()
+    known = _found.get(address, lambda: None)()
+    if known is None or known.key_tensor.data_ptr() != address:
+        known = next((part for part in _findable if part.key_tensor.data_ptr() == address), None)
         if known is None:
             raise LookupError("no layer has this tensor: the compiler passed a copy of it")
-        _found[place] = ref(known)
+        _found[address] = ref(known)
     return known
 
 

@@ -69,8 +69,8 @@ VOTES_FIXES = ("threshold", "order", "start", "bound", "scales")
 
 def _module(name: str) -> ModuleType:
     family = FAMILY_RULES.get(name)
-    place = f"arbcli.families.{family}.rule" if family else f"arbcli.model.rules.{name}"
-    return import_module(place)
+    path = f"arbcli.families.{family}.rule" if family else f"arbcli.model.rules.{name}"
+    return import_module(path)
 
 
 @cache
