@@ -1,7 +1,7 @@
 """Faults and simulated machines for the tests; the program does not import them.
 
-- `planting` changes one expression of a function, so that a check must fail. The table of faults is
-  `test_planted_faults.py`: one for each class of mistakes, each kernel and each check of a model.
+- `planting` changes one expression of a function, so that a check must fail. `planted_faults.txt`
+  lists the faults: one for each class of mistakes, each kernel and each check of a model.
 - `interpreter` makes Triton's interpreter fast enough for tests, and lets it refuse what a GPU does
   not forgive: an address outside of the arguments, a store that another thread may meet too early.
 - `graphs` records and replays operations of torch as a CUDA graph does, without a GPU.
