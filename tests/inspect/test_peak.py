@@ -11,9 +11,8 @@ import pytest
 import torch
 from cells import Cell
 from marks import mostly_slow
+from operations import NotedOperations
 from processes import run_processes
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from arbcli.config.presets import preset
 from arbcli.config.training import TrainConfig, train_config
@@ -239,35 +238,22 @@ def test_predicted_peak_equals_that_of_this_gpu(name, captured):
         assert -0.01 <= expected / measured - 1 <= 0.03
 
 
-class _Doubles(TorchDispatchMode):
-    """Notes what makes float64 on `meta`, which stands for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        tensors = [part for part in tree_leaves(result) if isinstance(part, torch.Tensor)]
-        if any(part.is_meta and part.dtype == torch.float64 for part in tensors):
-            self.made.add(str(func))
-        return result
-
-
 @pytest.mark.parametrize(
     ("direction", "compute"),
     mostly_slow([("orthogonal", "fp32"), ("factored", "bf16")], lambda *how: how[1] == "bf16"),
 )
 def test_a_step_on_a_gpu_of_apple_makes_no_float64(direction, compute):
-    """It has none. Nothing else of it can be tested without one."""
+    """It has none; `meta` stands for it. Nothing else of it can be tested without one."""
     settings = {"device": "mps", "backend": "torch", "compute": compute, "batch": 2}
     shape = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
     config = train_config("tiny", direction=direction, **shape, **settings)
-    with _Doubles() as doubles:
+    made = []
+    with NotedOperations(lambda name, x: made.append((name, x.device.type, x.dtype))):
         report = predict_peak(config)
     assert report.device == "mps"
     assert report.peak_bytes > report.state_bytes > 0
-    assert doubles.made == set()
+    assert any(device == "meta" for _, device, _ in made)
+    assert not [name for name, *about in made if about == ["meta", torch.float64]]
 
 
 def test_process_of_several_is_predicted_to_hold_its_share():

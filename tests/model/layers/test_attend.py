@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
+from operations import NotedOperations
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.inspect.trace import no_memory
 from arbcli.kernels.runtime._triton import replaced_launches
@@ -21,18 +21,6 @@ WINDOWS = [(64, 128, ["_both_kernel"]), (64, 320, APART), (128, 128, APART)]
 FLASH = "_scaled_dot_product_flash_attention_backward"
 
 
-class _Operations(TorchDispatchMode):
-    """Notes what torch computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
-
-
 def one_by_one(qkv):
     return attend_causally(*rotary_norm(qkv))
 
@@ -43,7 +31,7 @@ def attend_at_once(qkv):
 
 def gone_back(backend="triton", capability=HOPPER, width=64, length=128, attend=one_by_one):
     """Go forward and back as on a GPU; list the operations and the kernels of the backward."""
-    launched, device = [], torch.device("cuda")
+    operations, launched, device = [], [], torch.device("cuda")
     with no_memory(device), compile_for(capability), use_backend(backend):
         qkv = torch.empty(2, length, 3, 4, width, dtype=torch.bfloat16, device=device)
         qkv.requires_grad_()
@@ -51,10 +39,10 @@ def gone_back(backend="triton", capability=HOPPER, width=64, length=128, attend=
         grad = torch.empty_like(y)
         with (
             replaced_launches(lambda kernel, *_, **__: launched.append(kernel.fn.__name__)),
-            _Operations() as operations,
+            NotedOperations(lambda name, _: operations.append(name)),
         ):
             y.backward(grad)
-    return operations.names, launched
+    return operations, launched
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from graph_parts import initialised, normal, spec
+from operations import NotedOperations
 from states import assert_same, state_of
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.model.layers.table import MOST_USES, TernaryTable
 from arbcli.model.rules import RULES
@@ -52,30 +52,21 @@ def test_ids_that_are_not_rows_change_nothing():
     assert_same(state_of(part.weight), before)
 
 
-class Shapes(TorchDispatchMode):
-    """Note the shape of every result that does not lie in one of some buffers."""
-
-    def __init__(self, buffers) -> None:
-        super().__init__()
-        self.own, self.shapes = {buffer.data_ptr() for buffer in buffers}, set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in self.own:
-                self.shapes.add(tuple(tensor.shape))
-        return result
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_step_makes_nothing_of_the_size_of_the_table(rule):
-    rows = 100_000
+    rows, shapes = 100_000, set()
     part = table(rows, rule=rule)
     updater_of(part, rule=rule)
-    with Shapes(part.weight.buffers()) as seen:
+    own = {buffer.data_ptr() for buffer in part.weight.buffers()}
+
+    def note(_, made):
+        if made.data_ptr() not in own:
+            shapes.add(tuple(made.shape))
+
+    with NotedOperations(note):
         (look_up(part) + look_up(part, IDS * 2000)).sum().backward()
-    assert (2 * IDS.numel(), DIM) in seen.shapes  # the update was watched too
-    assert not [shape for shape in seen.shapes if max(shape, default=0) >= rows]
+    assert (2 * IDS.numel(), DIM) in shapes  # the update was watched too
+    assert not [shape for shape in shapes if max(shape, default=0) >= rows]
 
 
 @pytest.mark.parametrize("rule", RULES)
