@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from unittest import mock
 
@@ -32,6 +33,14 @@ def run_processes(size: int, work: Callable, *args, device: str = "cpu", join: b
             rank, result = results.get()
             outputs[rank] = result
     return [outputs[rank] for rank in range(size)]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for what another process or thread does; a condition that never holds fails."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from apparatus.killing import start, write_tokenizer
+from processes import wait_until
 
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
@@ -135,13 +135,6 @@ def client(engine) -> Iterator[Client]:
         yield client
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def events(text: str) -> list[dict]:
     """Return the chunks of a stream."""
     *chunks, end = text.removesuffix("\n\n").split("\n\n")
@@ -155,7 +148,7 @@ def test_signal_lets_running_texts_finish(saved, tmp_path):
     words = ["serve", str(saved().parent), "--port", "0", "--device", "cpu"]
     server_id = start(words, "kept", log)
     try:
-        wait_for(lambda: log.exists() and said.search(log.read_text()) is not None)
+        wait_until(lambda: log.exists() and said.search(log.read_text()) is not None)
         begun = log.read_text()
         body = {"prompt": "a", "max_tokens": 80, "stream": True, "logprobs": 0}
         sock = Client(int(said.search(begun)[1])).connect(json.dumps(body).encode())
@@ -360,10 +353,10 @@ def test_texts_of_a_client_that_leaves_are_cancelled(client, engine, endless):
     for stream in (True, False):
         body = {"prompt": "a", "max_tokens": 4000, "n": 3, "stream": stream, "seed": 1}
         with client.connect(json.dumps(body).encode()) as sock:
-            wait_for(lambda: engine.num_running == 3)
+            wait_until(lambda: engine.num_running == 3)
             if stream:
                 assert sock.recv(15) == b"HTTP/1.1 200 OK"
-        wait_for(lambda: engine.num_running == 0)
+        wait_until(lambda: engine.num_running == 0)
     assert engine.num_finished == finished
 
 
@@ -371,15 +364,15 @@ def test_full_queue_and_long_texts_are_refused(engine, endless):
     with running(engine, limits=apps.Limits(seconds=0.4, body_seconds=0.3)) as client:
         body = {"prompt": "a", "max_tokens": 4000, "seed": 1}
         assert client.error(body)[1]["code"] == "timeout"
-        wait_for(lambda: engine.num_running == engine.num_waiting == 0)
+        wait_until(lambda: engine.num_running == engine.num_waiting == 0)
         stream = client.ask("/v1/completions", body | {"stream": True}).text
         assert events(stream)[-1]["error"]["code"] == "timeout"
         many = json.dumps(body | {"n": 128}).encode()
         with client.connect(many):
-            wait_for(lambda: engine.num_waiting == 125)
+            wait_until(lambda: engine.num_waiting == 125)
             status, error = client.error(body | {"n": 9})
             assert (status, error["type"]) == (429, "rate_limit_error")
-        wait_for(lambda: engine.num_running == engine.num_waiting == 0)
+        wait_until(lambda: engine.num_running == engine.num_waiting == 0)
         with client.connect() as sock:
             sock.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"

@@ -15,6 +15,7 @@ import torch
 from apparatus.hosts import LONGEST, Machines, can_make_machines, machines
 from apparatus.killing import start
 from made_runs import train
+from processes import wait_until
 
 from arbcli.training import sample
 from arbcli.training.trainer import Trainer
@@ -63,10 +64,8 @@ def expected(tmp_path_factory):
 
 
 def wait_for_a_record(pair: Machines) -> None:
-    path, until = pair.home("a") / "run" / "metrics.jsonl", time.monotonic() + LONGEST
-    while not path.exists() or b"\n" not in path.read_bytes():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    path = pair.home("a") / "run" / "metrics.jsonl"
+    wait_until(lambda: path.exists() and b"\n" in path.read_bytes(), LONGEST)
 
 
 def finish_alone(pair: Machines) -> str:

@@ -4,10 +4,10 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from processes import wait_until
 
 from arbcli.base.errors import ArbError
 from arbcli.base.signals import Interrupted
@@ -16,8 +16,6 @@ from arbcli.training.parallel.launch import Failure, launch
 from arbcli.training.parallel.process import STORE, ProcessRank, this_process
 
 STARTED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-LONGEST = 60
-"""Seconds that anything may take, so that what hangs fails."""
 TORCHRUN = STARTED | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -29,10 +27,7 @@ def script(text: str) -> list[str]:
 
 
 def wait_for(*paths: Path) -> None:
-    until = time.monotonic() + LONGEST
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: all(path.exists() for path in paths))
 
 
 def test_processes_get_their_places_and_a_private_folder(tmp_path, monkeypatch):
@@ -160,10 +155,7 @@ def test_launcher_that_is_killed_leaves_no_process(launched, tmp_path):
     assert all(map(is_alive, pids(tmp_path)))
     process.kill()
     process.wait()
-    until = time.monotonic() + LONGEST
-    while any(map(is_alive, pids(tmp_path))) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not any(map(is_alive, pids(tmp_path)))
+    wait_until(lambda: not any(map(is_alive, pids(tmp_path))))
 
 
 def test_signal_during_the_start_ends_the_started_processes(monkeypatch):
