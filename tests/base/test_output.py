@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console, Group
 from rich.text import Text
 
-from arbcli import cli
 from arbcli.base import output
 from arbcli.base.output import LiveLine, TextWriter, emit, fail, note, printable, table
 
@@ -119,15 +118,8 @@ def test_wait_lines_in_a_pipe_are_some_time_apart(capsys, monkeypatch):
               ["train", "--steps", CLIPBOARD], ["train", "--rule", CLIPBOARD], [CLIPBOARD],
               ["train", "--data", os.fsdecode(b"\xff\x1b")]]
 )  # fmt: skip
-def test_no_word_of_a_command_line_is_obeyed(words, capfd, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["arb", *words])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    stdout, stderr = capfd.readouterr()
-    assert stopped.value.code == 2
-    assert not {"\x1b", "\x07"} & set(stdout + stderr)
-    lines = stderr.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["error", "hint"], stderr
+def test_no_word_of_a_command_line_is_obeyed(words, arb_error):
+    assert not {"\x1b", "\x07"} & set(arb_error(*words))
 
 
 def test_name_with_a_newline_forges_no_error(capsys):

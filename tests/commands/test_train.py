@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from arbcli.base.errors import ArbError
-from arbcli.cli import app, main
+from arbcli.cli import app
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.training import run as running
 
@@ -75,26 +75,18 @@ def test_train_ends_though_its_output_is_closed(error, writes, text, tmp_path, m
     assert (run / "step-000002.safetensors").exists()
 
 
-@pytest.mark.parametrize("error", [errno.EPIPE, errno.ENOSPC])
-def test_report_that_cannot_be_written_is_a_failure(error, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["arb", "count-params"])
+@pytest.mark.parametrize(("command", "error", "told"), [
+    ("count-params", errno.EPIPE, ""),
+    ("count-params", errno.ENOSPC, "error: cannot write to stdout: No space left"),
+    ("--help", errno.ENOSPC, "error: cannot use stdout: No space left"),
+    ("--help", errno.EIO, "Traceback (most recent"),
+])  # fmt: skip
+def test_page_that_cannot_be_written_is_a_failure(command, error, told, arb_here, monkeypatch):
     monkeypatch.setattr(sys, "stdout", BrokenStream(error, 0))
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    told = capsys.readouterr().err
-    assert told == "" if error == errno.EPIPE else "cannot write to stdout: No space left" in told
-
-
-@pytest.mark.parametrize(("error", "told"), [(errno.ENOSPC, "error: cannot use stdout: No space"),
-                                             (errno.EIO, "Traceback (most recent")])  # fmt: skip
-def test_help_page_that_cannot_be_written_is_a_failure(error, told, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["arb", "--help"])
-    monkeypatch.setattr(sys, "stdout", BrokenStream(error, 0))
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith(told)
+    done = arb_here(command)
+    assert done.returncode == 2
+    assert done.stderr.startswith(told)
+    assert (done.stderr == "") == (told == "")
 
 
 def test_streams_that_are_closed_are_opened_before_a_file_gets_their_place():
