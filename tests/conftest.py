@@ -4,6 +4,7 @@ import atexit
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -112,6 +113,12 @@ def finished_run(tmp_path_factory) -> Path:
     saves = {"steps": 4, "save_every": 1, "eval_every": 1, "keep": 9, "keep_best": True}
     text = b"ternary weights learn to read. " * 100
     return train(tmp_path_factory.mktemp("finished"), text, **saves)
+
+
+@pytest.fixture
+def own_run(finished_run, tmp_path) -> Path:
+    """Directory of a copy of `finished_run`, which may be changed."""
+    return shutil.copytree(finished_run, tmp_path / "run")
 
 
 @pytest.fixture(scope="session")

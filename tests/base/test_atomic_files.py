@@ -1,7 +1,6 @@
 """Files are written completely or not at all, and never through a link that somebody else made."""
 
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,32 +39,26 @@ def assert_untouched(home: Path) -> None:
     [(METRICS, "precious", 2), (METRICS, "missing", 3), (".lock", "precious", 3),
      (".lock", "missing", 3)],
 )  # fmt: skip
-def test_nothing_is_written_through_links_in_a_run(
-    start, name, target, finished_run, home, tmp_path
-):
-    run = tmp_path / "run"
-    shutil.copytree(finished_run, run)
-    for late in run.glob("*-000004*"):
+def test_nothing_is_written_through_links_in_a_run(start, name, target, own_run, home):
+    for late in own_run.glob("*-000004*"):
         late.unlink()
-    (run / name).unlink()
-    (run / name).symlink_to(home / target)
+    (own_run / name).unlink()
+    (own_run / name).symlink_to(home / target)
     with suppress(ArbError):  # it is replaced, or else refused
-        resume_run(run / f"step-{start:06d}.safetensors", Observer())
+        resume_run(own_run / f"step-{start:06d}.safetensors", Observer())
     assert_untouched(home)
 
 
-def test_links_at_the_names_of_checkpoints_are_replaced(finished_run, home, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(finished_run, run)
-    names = [path.name for path in run.iterdir() if path.name > "step-000002.z"]
+def test_links_at_the_names_of_checkpoints_are_replaced(own_run, home):
+    names = [path.name for path in own_run.iterdir() if path.name > "step-000002.z"]
     names += [f"best-{step:06d}.safetensors" for step in range(1, 6)]
     names += ["step-000005.safetensors", "step-000004.safetensors.aside"]
     for name in names:
-        (run / name).unlink(missing_ok=True)
-        (run / name).symlink_to(home / "missing")
-    resume_run(run / "step-000002.safetensors", Observer(), steps=5)
+        (own_run / name).unlink(missing_ok=True)
+        (own_run / name).symlink_to(home / "missing")
+    resume_run(own_run / "step-000002.safetensors", Observer(), steps=5)
     assert_untouched(home)
-    assert not [path for path in run.glob("step-*[0-9].safetensors") if path.is_symlink()]
+    assert not [path for path in own_run.glob("step-*[0-9].safetensors") if path.is_symlink()]
 
 
 def test_temporary_file_is_never_one_that_exists(home, tmp_path, monkeypatch):

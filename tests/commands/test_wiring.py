@@ -141,10 +141,6 @@ def test_prompt_is_taken_byte_for_byte(recorded_call, monkeypatch):
         stdin = SimpleNamespace(buffer=io.BytesIO(b" a\r\n\xff\n"), isatty=lambda: False)
         monkeypatch.setattr(sys, "stdin", stdin)
         assert recorded_call(continues, *words, *given).args[2] == prompt
-    stdin = SimpleNamespace(buffer=io.BytesIO(b'"a"\r\n\n"b"'), isatty=lambda: False)
-    monkeypatch.setattr(sys, "stdin", stdin)
-    call = recorded_call("arbcli.generation.batch.continue_batch", *words, "--prompts", "-")
-    assert [request.prompt for request in call.args[1]] == [b"a", b"b"]
 
 
 def test_audit_of_ranks_is_called_with_its_options(recorded_call, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -74,11 +73,6 @@ def test_schema_names_the_wrong_field():
         assert (str(told.value), told.value.hint) == (said, "h")
 
 
-@pytest.fixture
-def run(finished_run, tmp_path) -> Path:
-    return shutil.copytree(finished_run, tmp_path / "run")
-
-
 BAD_LINES = (
     b'{"step": 3, "lo', b"{", b"[1]", b"null", b'{"step": -Infinity, "val_loss": 0.1}',
     b'{"step": 1' + b"0" * 400 + b', "val_loss": 1' + b"0" * 400 + b"}",
@@ -88,48 +82,48 @@ BAD_LINES = (
 )  # fmt: skip
 
 
-def test_torn_or_altered_lines_of_records_are_left_out(run):
-    good, path = read_records(run), run / METRICS
+def test_torn_or_altered_lines_of_records_are_left_out(own_run):
+    good, path = read_records(own_run), own_run / METRICS
     whole = path.read_bytes()
     for line in BAD_LINES:
         path.write_bytes(whole + line)
-        assert read_records(run) == good, line
-        assert read_all_records(run) == (good, 1 + (len(line) > LONGEST_LINE)), line
-        assert best_step(read_records(run)) in (1, 2, 3, 4), line
+        assert read_records(own_run) == good, line
+        assert read_all_records(own_run) == (good, 1 + (len(line) > LONGEST_LINE)), line
+        assert best_step(read_records(own_run)) in (1, 2, 3, 4), line
     path.write_bytes(whole + b"\n".join(BAD_LINES))
     notes: list[str] = []
-    report = open_saved(run, notes.append).report()
+    report = open_saved(own_run, notes.append).report()
     assert report.run["last_record"] == good[-1]
     assert "torn or altered" in notes[-1]
-    check_run(run)
-    resume_run(run, Observer())
+    check_run(own_run)
+    resume_run(own_run, Observer())
 
 
 @pytest.mark.parametrize("name", ["digests", "extended", "threads", "init_digest", "number"])
 @pytest.mark.parametrize("value", [None, "x", -1, [3], {"a": 1}])
-def test_value_of_config_that_cannot_be_is_refused_and_none_is_missing(name, value, run):
-    path = run / "config.json"
+def test_value_of_config_that_cannot_be_is_refused_and_none_is_missing(name, value, own_run):
+    path = own_run / "config.json"
     facts = json.loads(path.read_text())
     path.write_text(json.dumps(facts | {name: value}))
     if value is None or (name, value) in (("init_digest", "x"), ("number", -1)):
-        assert read_facts(run).get(name) == value
-        assert check_run(run).passed is (name != "init_digest" or value is None)
+        assert read_facts(own_run).get(name) == value
+        assert check_run(own_run).passed is (name != "init_digest" or value is None)
         return
     with pytest.raises(ArbError, match=name):
-        read_facts(run)
-    assert not check_run(run).passed
+        read_facts(own_run)
+    assert not check_run(own_run).passed
 
 
-def test_threads_that_no_machine_has_are_not_believed(run):
+def test_threads_that_no_machine_has_are_not_believed(own_run):
     """So many threads ended the process: `libgomp: Thread creation failed`."""
-    path = run / "config.json"
+    path = own_run / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"threads": 10**6}))
     notes: list[str] = []
     observer = Observer()
     observer.noted = notes.append
-    resume_run(run, observer, steps=5)
+    resume_run(own_run, observer, steps=5)
     assert any("began with 1,000,000 threads, too many for this machine" in n for n in notes)
-    assert (run / "step-000005.safetensors").exists()
+    assert (own_run / "step-000005.safetensors").exists()
 
 
 def test_run_that_was_started_last_is_found_with_the_clock_set_back(finished_run, tmp_path):
@@ -156,11 +150,11 @@ def test_later_run_has_a_higher_number(finished_run, tmp_path):
             (tmp_path / "c" / "config.json").write_text("{")
 
 
-def test_lock_that_is_a_fifo_is_not_waited_for(run):
-    (run / ".lock").unlink()
-    os.mkfifo(run / ".lock")
+def test_lock_that_is_a_fifo_is_not_waited_for(own_run):
+    (own_run / ".lock").unlink()
+    os.mkfifo(own_run / ".lock")
     with pytest.raises(ArbError, match="cannot lock"):
-        resume_run(run, Observer())
+        resume_run(own_run, Observer())
 
 
 def test_altered_files_are_refused_and_read_as_they_were():

@@ -1,6 +1,5 @@
 """The weights alone: a quarter of a byte each, and all that generating and evaluating need."""
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -9,13 +8,11 @@ import pytest
 import torch
 
 import arbcli
-from arbcli.base.errors import ArbError
 from arbcli.generation.generation import generate
 from arbcli.generation.load import load_model
 from arbcli.generation.sampling import Sampling
 from arbcli.interop.exporting import export
-from arbcli.model.checkpoint import load_checkpoint, write_checkpoint
-from arbcli.model.rules import FADED
+from arbcli.model.checkpoint import load_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -81,14 +78,3 @@ def test_run_whose_name_is_not_utf_8_is_exported(saved, tmp_path, form):
     export(run, form, out=tmp_path / "made")
     if form == "hf":
         assert "# run ?\n" in (tmp_path / "made" / "README.md").read_text()
-
-
-def test_weights_in_the_middle_of_fading_are_not_exported(saved, tmp_path):
-    checkpoint = load_checkpoint(saved(digits="all"))
-    config = checkpoint.config | {"digits": next(iter(FADED))}
-    write_checkpoint(tmp_path / "middle", dataclasses.replace(checkpoint, config=config))
-    for form in ("hf", "safetensors"):
-        with pytest.raises(ArbError, match="are fading from all digits to the trit") as caught:
-            export(tmp_path / "middle", form, out=tmp_path / "made")
-        assert "the end of the run" in caught.value.hint
-    assert not (tmp_path / "made").exists()

@@ -106,8 +106,11 @@ def test_checkpoints_of_the_middle_are_read_and_not_exported(text, faded, tmp_pa
     trainer.model.compute_dtype = torch.float32
     assert torch.equal(model(ids), trainer.model(ids))
     assert len(b"".join(generate(model, b"a", 3, Sampling(seed=0)))) >= 3
-    with pytest.raises(ArbError, match="fading"):
-        export(middle, "safetensors", out=tmp_path / "weights")
+    for form in ("hf", "safetensors"):
+        with pytest.raises(ArbError, match="are fading from all digits to the trit") as caught:
+            export(middle, form, out=tmp_path / "weights")
+        assert "the end of the run" in caught.value.hint
+    assert not (tmp_path / "weights").exists()
     export(faded, "safetensors", out=tmp_path / "weights")
     with pytest.raises(ArbError, match="middle of a run"):
         new_config(preset=saved_config(load_checkpoint(middle)))

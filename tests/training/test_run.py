@@ -224,11 +224,6 @@ def test_samples_and_a_trace_change_nothing_of_a_run(text, tmp_path, device, mon
     assert [trace.name for trace in run.glob("*trace*")] == [path.name]
 
 
-@pytest.fixture
-def finished(finished_run, tmp_path) -> Path:
-    return Path(shutil.copytree(finished_run, tmp_path / "run"))
-
-
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't")])
 def test_memory_of_a_cpu_that_is_not_enough_is_explained(error, text, tmp_path, monkeypatch):
     monkeypatch.setattr("arbcli.training.run.Trainer", mock.Mock(side_effect=error))
@@ -431,17 +426,16 @@ def test_checkpoint_of_an_earlier_version_goes_on_as_before(text, tmp_path):
     assert final(run) == final(whole)
 
 
-def test_resume_stops_at_a_checkpoint_that_may_be_whole(finished):
-    run = finished
-    newest = run / "step-000099.safetensors"
+def test_resume_stops_at_a_checkpoint_that_may_be_whole(own_run):
+    newest = own_run / "step-000099.safetensors"
     newest.symlink_to(newest)  # as unreadable as a file can be, for root too
     with pytest.raises(ArbError, match=f"cannot read `{newest}`"):
-        resume_run(run, Observer())
+        resume_run(own_run, Observer())
     newest.unlink()
-    newer = final(run, 4).replace(b'\\"format\\":1', b'\\"format\\":2')
+    newer = final(own_run, 4).replace(b'\\"format\\":1', b'\\"format\\":2')
     newest.write_bytes(newer)
     with pytest.raises(ArbError, match="newer arb"):
-        resume_run(run, Observer())
+        resume_run(own_run, Observer())
     assert newest.read_bytes() == newer
 
 

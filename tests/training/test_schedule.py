@@ -65,7 +65,7 @@ def test_held_out_text_of_another_kind_is_reported(tmp_path):
     assert "`--val`" in one
 
 
-def test_text_that_a_tokenizer_loses_is_said():
+def test_text_that_a_tokenizer_loses_is_said(byte_tokenizer):
     package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = (
@@ -77,12 +77,7 @@ def test_text_that_a_tokenizer_loses_is_said():
     assert lost_text(b" the cat sat on the mat", lossy) == []
     (warning,) = lost_text(b"the cat, 12", lossy)
     assert "11 characters come back from tokens as 8 that differ" in warning
-    tokenizer = package.Tokenizer(package.models.BPE())
-    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = package.decoders.ByteLevel()
-    alphabet = package.pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([], package.trainers.BpeTrainer(initial_alphabet=alphabet))
-    bytewise = Tokenizer(tokenizer.to_str().encode(), "bytes.json")
+    bytewise = Tokenizer.read(byte_tokenizer)
     assert lost_text("naïve \ufffd".encode(), bytewise) == []
     assert lost_text("naïve".encode()[:3], bytewise) == []  # it ends within a character
     (warning,) = lost_text("où élève".encode("latin-1"), bytewise)
