@@ -53,6 +53,8 @@ def break_parity(patch):
 
 
 BREAKS = {break_kernel: "integer state", break_parity: "failures of `output`"}
+COMMANDS = {break_kernel: "pack_trits", break_parity: "--tscale-type T32"}
+"""Arguments of the commands that show the faults."""
 
 
 def test_nothing_wrong_passes(small):
@@ -70,6 +72,8 @@ def test_one_fault_in_any_stage_fails_the_whole(break_, small):
     report = verify(WHOLE)
     assert not report.passed
     assert len({failure.item for failure in report.failures}) == 1
+    commands = {failure.command for failure in report.failures}
+    assert commands == {f"arb verify-kernels {COMMANDS[break_]}"}
     assert "FAILED" in ledger_page(report)
     ruled_out = {what: any(what in item for item in report.ruled_out) for what in BREAKS.values()}
     assert ruled_out == {what: what != BREAKS[break_] for what in BREAKS.values()}
