@@ -278,15 +278,21 @@ def arb_here(capfd, monkeypatch):
 
 
 @pytest.fixture
-def arb_json(arb_here) -> Callable[..., Any]:
-    """Run a command of `arb` that succeeds, and return what it writes as JSON."""
+def arb_done(arb_here) -> Callable[..., CompletedProcess]:
+    """Run a command of `arb` that succeeds."""
 
-    def run(*arguments: str) -> Any:
-        done = arb_here(*arguments, "--json")
+    def run(*arguments: str) -> CompletedProcess:
+        done = arb_here(*arguments)
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return done
 
     return run
+
+
+@pytest.fixture
+def arb_json(arb_done) -> Callable[..., Any]:
+    """Run a command of `arb` that succeeds, and return what it writes as JSON."""
+    return lambda *arguments: json.loads(arb_done(*arguments, "--json").stdout)
 
 
 @pytest.fixture

@@ -84,13 +84,12 @@ def test_run_resumes_from_the_state_in_its_file(name, own_files):
     assert any(not torch.equal(trained[tensor], part) for tensor, part in saved.items())
 
 
-def test_exports_are_the_same_bytes(own_files, arb_here):
+def test_exports_are_the_same_bytes(own_files, arb_done):
     for kind, old in {
         "hf": "exported-hf", "gguf": "exported.gguf", "safetensors": "exported.safetensors",
     }.items():  # fmt: skip
         new = own_files / f"new-{old}"
-        done = arb_here("export", "moment", "--to", kind, "--out", str(new))
-        assert done.returncode == 0, done.stderr
+        arb_done("export", "moment", "--to", kind, "--out", str(new))
         if kind == "gguf":
             assert new.read_bytes() == (own_files / old).read_bytes()
             continue
@@ -103,11 +102,10 @@ def test_exports_are_the_same_bytes(own_files, arb_here):
 
 
 @NEEDS_TOKENIZERS
-def test_imported_model_of_then_is_tuned(own_files, arb_here):
+def test_imported_model_of_then_is_tuned(own_files, arb_done):
     words = ("--steps", "2", "--batch", "2", "--device", "cpu", "--warmup", "0", "--out", "tuned")
     texts = ("--data", "text.txt", "--val", "text.txt", "--eval-every", "0")
-    done = arb_here("train", "--init-from", "imported", *texts, *words)
-    assert done.returncode == 0, done.stderr
+    arb_done("train", "--init-from", "imported", *texts, *words)
     first = load_file(own_files / "tuned" / "step-000000.safetensors")
     old = load_file(own_files / "imported" / "step-000000.safetensors")
     weights = [name for name in old if name.endswith(".trits")]

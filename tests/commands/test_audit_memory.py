@@ -4,10 +4,8 @@ import json
 
 import numpy as np
 import torch
-from typer.testing import CliRunner
 
 from arbcli.base import output
-from arbcli.cli import app
 from arbcli.config.training import TrainConfig
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.updater import Updater
@@ -16,10 +14,9 @@ SHAPE = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx",
 QUICK = [*SHAPE, "--batch", "2", "--device", "cpu"]
 
 
-def test_audit_memory_prints_one_json_object_and_tells_how_far_it_is(arb_here, monkeypatch):
+def test_audit_memory_prints_one_json_object_and_tells_how_far_it_is(arb_done, monkeypatch):
     monkeypatch.setattr(output, "PIPE_SECONDS", 0.0)
-    done = arb_here("audit-memory", *QUICK, "--steps", "2", "--json")
-    assert done.returncode == 0
+    done = arb_done("audit-memory", *QUICK, "--steps", "2", "--json")
     assert json.loads(done.stdout)["passed"]
     lines = done.stderr.splitlines()
     predicting = [f"predicting step {step} of 2" for step in (1, 2)]
@@ -27,18 +24,17 @@ def test_audit_memory_prints_one_json_object_and_tells_how_far_it_is(arb_here, m
     assert lines[-2:] == ["step 1 of 2", "step 2 of 2"]
 
 
-def test_prediction_of_processes_tells_how_far_it_is(monkeypatch):
+def test_prediction_of_processes_tells_how_far_it_is(monkeypatch, arb_done):
     monkeypatch.setattr(output, "PIPE_SECONDS", 0.0)
     words = ["audit-memory", *QUICK, "--budget", "1GB", "--ranks", "2"]
     of_two = [f"predicting process {number} of 2" for number in (1, 2)]
-    assert CliRunner().invoke(app, words).stderr.splitlines() == ["loading", *of_two]
+    assert arb_done(*words).stderr.splitlines() == ["loading", *of_two]
 
 
-def test_audit_of_a_run_has_its_settings_unless_an_option_changes_them(finished_run):
-    words = ["audit-memory", "--budget", "1GB", "--device", "cpu", "--json"]
-
+def test_audit_of_a_run_has_its_settings_unless_an_option_changes_them(finished_run, arb_json):
     def peak(*more):
-        return json.loads(CliRunner().invoke(app, [*words, *more]).stdout)["predicted_peak"]
+        words = ["audit-memory", "--budget", "1GB", "--device", "cpu"]
+        return arb_json(*words, *more)["predicted_peak"]
 
     config = json.loads((finished_run / "config.json").read_text())["config"]
     path = next(finished_run.glob("step-*"))
@@ -60,7 +56,9 @@ def patch_init(monkeypatch, owner, plant):
     monkeypatch.setattr(owner, "__init__", planted)
 
 
-def test_audit_memory_fails_on_floats_on_hidden_state_and_on_a_tensor_kept_each_step(monkeypatch):
+def test_audit_memory_fails_on_floats_on_hidden_state_and_on_a_tensor_kept_each_step(
+    monkeypatch, arb_here
+):
     """The last one is made by numpy, so that no operation of torch allocates it."""
     kept, finish = [], Updater.finish
 
@@ -76,9 +74,9 @@ def test_audit_memory_fails_on_floats_on_hidden_state_and_on_a_tensor_kept_each_
     patch_init(monkeypatch, LanguageModel, plant)
     patch_init(monkeypatch, Updater, lambda updater: setattr(updater, "scale", torch.ones(4)))
     monkeypatch.setattr(Updater, "finish", leak)
-    result = CliRunner().invoke(app, ["audit-memory", *QUICK, "--steps", "2", "--json"])
-    assert result.exit_code == 1
-    report = json.loads(result.stdout)
+    done = arb_here("audit-memory", *QUICK, "--steps", "2", "--json")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
     assert {check["name"]: check["passed"] for check in report["checks"]} == dict.fromkeys(
         ("no-float-state", "state-as-predicted", "returns-to-level"), False
     )

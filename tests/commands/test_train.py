@@ -22,10 +22,9 @@ SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx",
 SMALL += ["--batch", "4", "--steps", "12", "--device", "cpu"]
 
 
-def test_train_prints_run_device_losses_and_checkpoint(text, tmp_path, arb_here, monkeypatch):
+def test_train_prints_run_device_losses_and_checkpoint(text, tmp_path, arb_done, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = arb_here("train", "--data", text, *SMALL)
-    assert done.returncode == 0
+    done = arb_done("train", "--data", text, *SMALL)
     assert done.stdout == ""
     backend = default_backend(torch.device("cpu"))
     run = "runs/001-32x1-ternary-moment-muon-lr0.7-seed0"
@@ -33,8 +32,7 @@ def test_train_prints_run_device_losses_and_checkpoint(text, tmp_path, arb_here,
                   f"device  cpu, backend {backend}", "step 10/12",
                   f"checkpoint     {run}/step-000012.safetensors"):  # fmt: skip
         assert words in done.stderr
-    again = arb_here("train", "--resume", "auto", "--keep", "1", "--save-every", "9")
-    assert again.returncode == 0
+    again = arb_done("train", "--resume", "auto", "--keep", "1", "--save-every", "9")
     assert again.stderr.startswith("the run is finished: all 12 steps are done, held-out loss")
     assert [path.name for path in Path(run).glob("*.safetensors")] == ["step-000012.safetensors"]
     assert json.loads(Path(run, "config.json").read_text())["config"]["save_every"] == 9

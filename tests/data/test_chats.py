@@ -273,7 +273,7 @@ def test_documents_of_a_window_know_nothing_of_each_other(vocabulary, mixer):
 
 
 def test_command_trains_on_chats_and_resumes_to_the_same_bits(
-    tmp_path, folder, arb_here, arb_json, arb_error
+    tmp_path, folder, arb_done, arb_json, arb_error
 ):
     records = [chat(f"how are you {i}", f"fine {i % 3}") for i in range(60)]
     data = write_records(tmp_path / "chats.jsonl", records)
@@ -281,19 +281,18 @@ def test_command_trains_on_chats_and_resumes_to_the_same_bits(
     words += ["--tokenizer", str(folder / "tokenizer.json"), "--dim", "32", "--layers", "1"]
     words += ["--heads", "2", "--ffn", "48", "--device", "cpu", "--compute", "fp32", "--quiet"]
     run = tmp_path / "whole"
-    done = arb_here(*words, "--steps", "4", "--out", str(run), "--save-every", "2")
-    assert done.returncode == 0, done.stderr
+    arb_done(*words, "--steps", "4", "--out", str(run), "--save-every", "2")
     assert (run / "hugging_face" / "chat_template.jinja").read_text() == CHATML
     wanted = (run / "step-000004.safetensors").read_bytes()
     seen = [json.loads(line)["bytes_seen"] for line in (run / "metrics.jsonl").open()]
     (run / "step-000004.safetensors").unlink()
-    assert arb_here("train", "--resume", str(run), "--quiet").returncode == 0
+    arb_done("train", "--resume", str(run), "--quiet")
     assert (run / "step-000004.safetensors").read_bytes() == wanted
     again = [json.loads(line)["bytes_seen"] for line in (run / "metrics.jsonl").open()]
     assert again == seen
     # four steps of two windows of 48 tokens, most of one byte, with padding between documents
     assert 4 * 2 * 24 < seen[-1] < 4 * 2 * 160
-    plain = arb_here(*words, "--steps", "1", "--show-windows", "1")
+    plain = arb_done(*words, "--steps", "1", "--show-windows", "1")
     assert plain.stdout.startswith("window 1: ")
     assert "assistant\n[[fine" in plain.stdout
     ask = ["generate", "--checkpoint", str(run), "--chat", "--length", "5", "--device", "cpu"]
@@ -302,7 +301,7 @@ def test_command_trains_on_chats_and_resumes_to_the_same_bits(
     assert "contains the special token" in arb_error(*ask, "--prompt", "<|im_end|>")
     (tmp_path / "prompts").write_text('"you"\n"how"\n')
     batched = ["--prompts", str(tmp_path / "prompts"), "--temperature", "0"]
-    texts = [json.loads(line)["text"] for line in arb_here(*ask, *batched).stdout.splitlines()]
+    texts = [json.loads(line)["text"] for line in arb_done(*ask, *batched).stdout.splitlines()]
     assert texts[1] == arb_json(*ask, "--prompt", "how", "--temperature", "0")["text"]
     trained = [json.loads(line)["val_loss"] for line in (run / "metrics.jsonl").open()]
     evaluated = arb_json("evaluate", str(run))

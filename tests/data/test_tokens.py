@@ -241,11 +241,11 @@ def test_whatever_the_package_raises_is_one_line_and_nothing_else_is_written(nam
 
 
 def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
-    text_file, byte_tokenizer, tmp_path, arb_here, arb_json, arb_error
+    text_file, byte_tokenizer, tmp_path, arb_done, arb_json, arb_error
 ):
     run = tmp_path / "run"
     text = ["--data", str(text_file), "--tokenizer", str(byte_tokenizer)]
-    done = arb_here("train", *SMALL, *text, "--quiet", "--out", str(run), "--json")
+    done = arb_done("train", *SMALL, *text, "--quiet", "--out", str(run), "--json")
     *_, last, _ = map(json.loads, done.stdout.splitlines())
     tokenizer = Tokenizer.read(byte_tokenizer)
     texts = open_texts([str(text_file)], None, seed=0, context=12)
@@ -263,7 +263,7 @@ def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
     (part,) = report["by_position"]  # of all positions, of which most count twice
     assert part["nats_per_byte"] == pytest.approx(report["nats_per_byte"], rel=0.05)
     assert arb_json("generate", *saved, "--prompt", "ternary", "--length", "9")["length"] == 9
-    assert arb_here("train", "--resume", str(run), "--steps", "4", "--quiet").returncode == 0
+    arb_done("train", "--resume", str(run), "--steps", "4", "--quiet")
     (run / "tokenizer.json").write_bytes(byte_tokenizer.read_bytes() + b"\n")
     for command in (["train", "--resume", str(run), "--steps", "9"], ["generate", *saved]):
         assert "is not the tokenizer" in arb_error(*command)

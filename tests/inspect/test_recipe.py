@@ -1,7 +1,6 @@
 """The chosen step is the largest that fits, and the printed command trains with it."""
 
 import dataclasses
-import json
 import re
 import shlex
 from pathlib import Path
@@ -131,45 +130,41 @@ def settings_of(run: str) -> dict:
     return {name: config[name] for name in SHOWN} | {"ctx": config["model"]["ctx"]}
 
 
-def test_printed_command_trains_with_what_fits(place, arb_here):
-    done = arb_here("import", "folder", "--budget", "170MiB", "--out", "a run")
-    assert done.returncode == 0, done.stderr
+def test_printed_command_trains_with_what_fits(place, arb_done):
+    done = arb_done("import", "folder", "--budget", "170MiB", "--out", "a run")
     *_, summary, command = done.stderr.splitlines()
     assert summary.startswith("with rule moment, 4,096 tokens a step, 0.")
     assert re.search(r"predicted, about [\d,]+ tokens/s on an NVIDIA \w+", summary)
     words = shlex.split(command)
     assert words[:4] == ["arb", "train", "--init-from", "a run"]
-    done = arb_here(*words[1:], *CPU, "--out", "tuned")
-    assert done.returncode == 0, done.stderr
+    done = arb_done(*words[1:], *CPU, "--out", "tuned")
     assert settings_of("tuned") == {"batch": 32, "accum": 2, "recompute": False, "ctx": 64}
     assert "chosen" not in done.stderr
 
 
-def test_rule_is_the_one_that_fits(place, arb_here, imagined):
+def test_rule_is_the_one_that_fits(place, arb_done, arb_json, imagined):
     budget = ["--budget", f"{STATE}"]
     for words, rule in (
         ([], "nibble"),
         (["--rule", "moment"], None),
         (["--rule", "nibble"], "nibble"),
     ):
-        done = arb_here("import", "folder", "--out", f"run{words}", *budget, *words, "--json")
-        report = json.loads(done.stdout)
+        report = arb_json("import", "folder", "--out", f"run{words}", *budget, *words)
         assert (report["recipe"] or {"rule": None})["rule"] == rule
         assert ("--batch" in report["command"]) == (rule is not None)
-    printed = arb_here("import", "folder", *budget, "--print-config")
+    printed = arb_done("import", "folder", *budget, "--print-config")
     assert 'rule = "nibble"' in printed.stdout
     assert printed.stderr.splitlines()[-1].startswith("arb train --init-from runs/imported-folder")
-    done = arb_here("import", "folder", "--out", "other", "--budget", f"{STATE // 4}")
+    done = arb_done("import", "folder", "--out", "other", "--budget", f"{STATE // 4}")
     assert done.stderr.splitlines()[-2:] == [
         "no training step fits into 256.00 GiB", "arb train --init-from other --data text.txt"
     ]  # fmt: skip
 
 
-def test_tuning_chooses_its_step_and_a_resume_keeps_it(place, arb_here, monkeypatch):
-    assert arb_here("import", "folder", "--out", "run").returncode == 0
+def test_tuning_chooses_its_step_and_a_resume_keeps_it(place, arb_here, arb_done, monkeypatch):
+    arb_done("import", "folder", "--out", "run")
     tune = ["train", "--init-from", "run", "--data", "text.txt", *CPU]
-    done = arb_here(*tune, "--out", "chosen")
-    assert done.returncode == 0, done.stderr
+    done = arb_done(*tune, "--out", "chosen")
     assert "chosen: --ctx 64 --batch 8 --accum 1 (512 tokens a step, " in done.stderr
     given = ["--ctx", "64", "--batch", "8", "--accum", "1"]
     assert "chosen" not in arb_here(*tune, *given, "--out", "given").stderr
@@ -183,8 +178,7 @@ def test_tuning_chooses_its_step_and_a_resume_keeps_it(place, arb_here, monkeypa
     done = arb_here(*tune, "--out", "none")
     assert "error: no window of 64 tokens fits into 0.00 GiB" in done.stderr
     assert not Path("none").exists()
-    done = arb_here("train", "--resume", "partly", "--steps", "2")
-    assert done.returncode == 0, done.stderr
+    arb_done("train", "--resume", "partly", "--steps", "2")
     assert settings_of("partly") == {"batch": 16, "accum": 1, "recompute": True, "ctx": 32}
 
 
@@ -207,14 +201,13 @@ def test_a_short_text_is_read_three_times(given, steps, place, arb_here, monkeyp
 
 
 def test_windows_of_an_imported_model_are_bounded_in_training_and_audits(
-    place, arb_here, arb_json, monkeypatch
+    place, arb_done, arb_json, monkeypatch
 ):
     monkeypatch.setattr(recipe_module, "WINDOW", 16)
-    assert arb_here("import", "folder", "--out", "run").returncode == 0
+    arb_done("import", "folder", "--out", "run")
     for number, given in enumerate(([], ["--batch", "2"], ["--accum", "2"])):
         words = ["--init-from", "run", "--data", "text.txt", *given, "--out", f"a{number}"]
-        done = arb_here("train", *CPU, *words)
-        assert done.returncode == 0, done.stderr
+        arb_done("train", *CPU, *words)
         assert settings_of(f"a{number}")["ctx"] == 16
     words = ["audit-memory", "run", "--batch", "2", "--budget", "1GiB", "--device", "cpu"]
     peaks = [

@@ -49,7 +49,7 @@ def make_tokenizer(transformers, rules: str):
     return whole
 
 
-def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_here, monkeypatch):
+def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_done, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "folder"
     tokenizer = make_tokenizer(transformers, "llama-bpe")
@@ -67,8 +67,7 @@ def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_h
         ["export", "tuned", "--to", "gguf", "--type", "f32", "--out", "back.gguf"],
         ["import", "back", "--out", "again", *rules],
     ):  # fmt: skip
-        done = arb_here(*words)
-        assert done.returncode == 0, done.stderr
+        arb_done(*words)
     ours = load_model(tmp_path / "tuned", device="cpu", compute="fp32")
     before = load_model(tmp_path / "run", device="cpu", compute="fp32")
     again = load_model(tmp_path / "again", device="cpu", compute="fp32")
@@ -96,7 +95,7 @@ def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_h
     scores = logits[0, len(ids) - 1 :].double().log_softmax(-1)
     chosen = scores[:-1].gather(1, tokens[0, len(ids) :, None])
     torch.testing.assert_close(chosen[:, 0], scores[:-1].amax(1), **close)
-    compared = arb_here("inspect", "tuned", "--diff", "back.gguf", "--json")
+    compared = arb_done("inspect", "tuned", "--diff", "back.gguf", "--json")
     assert json.loads(compared.stdout)["equal"]  # whatever order rows have there
     if find_spec("xllamacpp") is None:
         pytest.skip("the rest needs the extra `export-test`")
@@ -108,14 +107,14 @@ def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_h
     assert llama.scores(PROMPT).equal(llama.scores(ids))  # its own tokens of the text
 
 
-def test_file_describes_the_tokens(transformers, tmp_path, arb_here, monkeypatch):
+def test_file_describes_the_tokens(transformers, tmp_path, arb_done, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = make_tokenizer(transformers, "llama-bpe")
     model = random_model(transformers, "Llama 3", bos_token_id=290, eos_token_id=[291, 3])
     model.save_pretrained(tmp_path / "folder")
     tokenizer.save_pretrained(tmp_path / "folder")
-    assert arb_here("import", "folder", "--out", "run").returncode == 0
-    assert arb_here("export", "run", "--to", "gguf", "--out", "it.gguf").returncode == 0
+    arb_done("import", "folder", "--out", "run")
+    arb_done("export", "run", "--to", "gguf", "--out", "it.gguf")
     file = GGUFFile(tmp_path / "it.gguf")
     assert file.entries["rope_freqs.weight"].kind is F32
     keys = file.keys

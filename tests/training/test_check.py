@@ -7,11 +7,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import checkpoints
-from arbcli.cli import app
 from arbcli.model.checkpoint import load_checkpoint
 from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
@@ -159,20 +157,15 @@ def test_faulty_run_does_not_pass(change, run):
             resume_run(run, Observer())
 
 
-def test_command_reports_it_and_so_does_a_dry_run(run):
+def test_command_reports_it_and_so_does_a_dry_run(run, arb_here, arb_done, arb_json):
     before = contents(run)
-    done = CliRunner().invoke(app, ["check", str(run)], env={"COLUMNS": "200"})
-    assert done.exit_code == 0, done.output
-    assert "goes on at step 3, 1 steps to the end" in done.stdout
-    dry = CliRunner().invoke(app, ["train", "--resume", str(run), "--dry-run", "--json"])
-    assert json.loads(dry.stdout)["resumes_at"] == 3
+    assert "goes on at step 3, 1 steps to the end" in arb_done("check", str(run)).stdout
+    assert arb_json("train", "--resume", str(run), "--dry-run")["resumes_at"] == 3
     dry_run_of = ["train", "--resume", str(run / "step-000002.safetensors"), "--dry-run", "--steps"]
-    longer, shorter = (
-        CliRunner().invoke(app, [*dry_run_of, steps], env={"COLUMNS": "200"}) for steps in "92"
-    )
+    longer, shorter = (arb_here(*dry_run_of, steps) for steps in "92")
     assert "sets aside at once: step-000003.safetensors" in longer.stdout
-    assert shorter.exit_code == 1
+    assert shorter.returncode == 1
     assert "would not start: the run has done 2 steps" in shorter.stdout
     assert contents(run) == before
     flip(run / "step-000003.safetensors")
-    assert CliRunner().invoke(app, ["check", str(run)]).exit_code == 1
+    assert arb_here("check", str(run)).returncode == 1
