@@ -7,21 +7,15 @@ from unittest import mock
 
 import pytest
 from marks import needs_triton
-from typer.testing import CliRunner
 
 from arbcli.base.signals import Interrupted
-from arbcli.cli import app
 from arbcli.verify import check_kernels as verify
 from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.ledger import verdict
 
 
-def arb(*arguments):
-    return CliRunner().invoke(app, ["verify-kernels", *map(str, arguments)])
-
-
-def test_json_is_one_object_with_pinned_fields():
-    report = json.loads(arb("pack_trits", "--json").stdout)
+def test_json_is_one_object_with_pinned_fields(arb_json):
+    report = arb_json("verify-kernels", "pack_trits")
     assert list(report) == [
         "date", "device", "versions", "commit", "scale_types", "kernels", "parity",
         "failures", "ruled_out", "not_verified", "seconds", "passed", "timing", "interrupted",
@@ -35,22 +29,23 @@ def test_json_is_one_object_with_pinned_fields():
 
 
 @needs_triton
-def test_random_failure_is_reproduced_by_its_command(monkeypatch):
+def test_random_failure_is_reproduced_by_its_command(monkeypatch, arb_here):
     def pack_wrongly(trits):
         return pack_trits_verification.triton(trits) + 1
 
     monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits_verification, triton=pack_wrongly),))
-    first = json.loads(arb("pack_trits", "--fuzz", 3, "--seed", 50, "--json").stdout)
-    *_, last = first["failures"]
-    assert last["command"] == "arb verify-kernels pack_trits --fuzz 1 --seed 52"
-    again = json.loads(arb(*last["command"].split()[2:], "--json").stdout)
-    (failure,) = again["failures"]
+    command = "arb verify-kernels pack_trits --fuzz {} --seed {}"
+    first = arb_here(*command.format(3, 50).split()[1:], "--json")
+    *_, last = json.loads(first.stdout)["failures"]
+    assert last["command"] == command.format(1, 52)
+    again = arb_here(*last["command"].split()[1:], "--json")
+    (failure,) = json.loads(again.stdout)["failures"]
     assert (failure["label"], failure["error"]) == (last["label"], last["error"])
 
 
 @pytest.mark.gpu
-def test_kernels_are_timed_after_they_are_verified(tmp_path):
-    report = json.loads(arb("pack_trits", "--time", "--json", "--ledger", tmp_path).stdout)
+def test_kernels_are_timed_after_they_are_verified(tmp_path, arb_json):
+    report = arb_json("verify-kernels", "pack_trits", "--time", "--ledger", str(tmp_path))
     (timed,) = report["timing"]["timings"]
     assert (timed["kernel"], timed["shape"]) == ("pack_trits", "11264x2048")
     assert report["timing"]["roofline"]["bytes_per_second"] > 0
@@ -58,19 +53,19 @@ def test_kernels_are_timed_after_they_are_verified(tmp_path):
     assert "## speed on" in (tmp_path / "ledger.md").read_text()
 
 
-def test_every_kernel_is_a_line_as_it_is_done_also_into_a_pipe():
-    lines = arb("pack_trits", "step_scales", "--backend", "torch").stderr.splitlines()
-    assert lines == ["verified  1/2  pack_trits  pass", "verified  2/2  step_scales  pass"]
+def test_every_kernel_is_a_line_as_it_is_done_also_into_a_pipe(arb_done):
+    done = arb_done("verify-kernels", "pack_trits", "step_scales", "--backend", "torch")
+    assert done.stderr == "verified  1/2  pack_trits  pass\nverified  2/2  step_scales  pass\n"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stop_before_anything_is_verified_is_not_an_error(number, code, monkeypatch):
+def test_stop_before_anything_is_verified_is_not_an_error(number, code, arb_here, monkeypatch):
     monkeypatch.setattr(
         "arbcli.verify.run.resolve_device", mock.Mock(side_effect=Interrupted(number.name))
     )
-    result = arb("pack_trits")
-    assert (result.exit_code, result.stdout) == (code, "")
-    assert result.stderr == f"stopped by {number.name}: nothing was verified\n"
+    done = arb_here("verify-kernels", "pack_trits")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr == f"stopped by {number.name}: nothing was verified\n"
 
 
 def test_ledger_of_an_interrupted_check_lists_the_verified_kernels(tmp_path, arb_here, monkeypatch):

@@ -1,7 +1,6 @@
 """A fault that any stage finds fails the verification, and the ledger says what was skipped."""
 
 import json
-import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -9,9 +8,7 @@ import pytest
 import torch
 from checked import checked
 from commands.pages import filled
-from typer.testing import CliRunner
 
-from arbcli import cli
 from arbcli.verify import check_kernels, run
 from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.ledger import ledger_page, write_ledger
@@ -66,7 +63,7 @@ def test_nothing_wrong_passes(small):
 
 
 @pytest.mark.parametrize("break_", BREAKS, ids=lambda break_: break_.__name__)
-def test_one_fault_in_any_stage_fails_the_whole(break_, small):
+def test_one_fault_in_any_stage_fails_the_whole(break_, small, arb_here):
     """It fails, on the page and in the exit code, and what it casts doubt on is not excluded."""
     break_(small)
     report = verify(WHOLE)
@@ -77,21 +74,17 @@ def test_one_fault_in_any_stage_fails_the_whole(break_, small):
     assert "FAILED" in ledger_page(report)
     ruled_out = {what: any(what in item for item in report.ruled_out) for what in BREAKS.values()}
     assert ruled_out == {what: what != BREAKS[break_] for what in BREAKS.values()}
-    arguments = ["verify-kernels", "--backend", "torch", "--device", "cpu"]
-    result = CliRunner().invoke(cli.app, [*arguments, "--json"])
-    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
-    assert json.loads(result.stdout)["passed"] is False
+    done = arb_here("verify-kernels", "--backend", "torch", "--device", "cpu", "--json")
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["passed"] is False
 
 
 @pytest.mark.parametrize("stage", ["kernel_jobs", "check_model"])
-def test_unexpected_error_of_a_stage_ends_the_program_with_2(stage, small, capsys):
+def test_unexpected_error_of_a_stage_ends_the_program_with_2(stage, small, arb_here):
     small.setattr(run, stage, mock.Mock(side_effect=RuntimeError("not foreseen")))
-    arguments = ["verify-kernels", "--backend", "torch", "--device", "cpu"]
-    small.setattr(sys, "argv", ["arb", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert "RuntimeError: not foreseen" in capsys.readouterr().err
+    done = arb_here("verify-kernels", "--backend", "torch", "--device", "cpu")
+    assert done.returncode == 2
+    assert "RuntimeError: not foreseen" in done.stderr
 
 
 SKIPPED = {
