@@ -1,14 +1,16 @@
 """Every two settings of a run that change what is executed, together: trained, resumed, or refused.
 
 A row is a run with one value of each setting. The rows cover every pair of values that is not
-refused; pairs that are, are in `REFUSED`.
+refused. What the values are, and which pairs are refused, is in `pairs.toml`.
 """
 
 import dataclasses
 import itertools
 import math
 import random
+import tomllib
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,88 +37,24 @@ BASE = {
 """65 positions: more than products of few rows take."""
 MIDDLE = 3
 """The step that is resumed at, where fading weights have faded in part."""
-SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "model": {"dense": {}, "streams": {"streams": 2}, "experts": {"experts": 3,
-        "moe_gate": "softplus", "shared_expert": True, "moe_clamp": True}, "grouped": {"heads": 4,
-        "key_heads": 2}, "compressed": {"attention": "compressed", "window": 5, "ratios": (3, 6),
-        "indexed_ratio": 3, "top_k": 2, "index_heads": 2, "index_width": 8, },
-        "chunks": {"preset": "hnet-tiny", "outer_dim": (24, 32), "outer_layers": 1,
-        "outer_heads": 2, "outer_ffn": 40, "chunk_length": (3, 2), "window": 8, },
-        "mamba": {"preset": "hnet-tiny", "outer_dim": 24, "outer_layers": 1, "outer_heads": 2,
-        "outer_ffn": 40, "chunk_length": 3, "window": 8, "outer_blocks": "mamba", "states": 8, },
-        "graph": {"preset": "arb-tiny", "latent": 16, "rotary": 4, "ngram_rows": 200,
-        "ngram_dim": 8, "key_dim": 8, "codes": (8, 8), "code_dim": 16, "knowledge": (16, 8),
-        "knowledge_dim": 8, "knowledge_heads": 2, "experts": 4, "expert_dim": 20, "expert_ffn": 24,
-        "gate_dim": 8, "adapter_rank": 4, "edges": (32, 2), "head_ffn": 24, "memory_rows": 256,
-        "max_moe_iters": 2, "moe": True, "graph": True, "memgram": True, }, },
-    "weights": {"moment": {}, "nibble": {"rule": "nibble"}, "carry": {"rule": "carry"},
-        "votes": {"rule": "votes"},
-        "votes mended": {"rule": "votes", "votes_fixes": ("threshold", "order", "start", "bound")},
-        "float": {"weights": "float"}, "float by Muon": {"weights": "float", "optimizer": "muon"},
-        "straight-through": {"weights": "ste"}, },
-    "digits": {"trit": {}, "all": {"digits": "all"}, "fade": {"digits": "fade"}},
-    "direction": {"usual": {}, "orthogonal": {"direction": "orthogonal"},
-        "factored": {"direction": "factored"}, "sign": {"direction": "sign"}, },
-    "micro-batches": {"1": {}, "2": {"accum": 2}, "3": {"accum": 3}},
-    "reduce_dtype": {"none": {}, "int8": {"reduce_dtype": "int8"},
-        "int12": {"reduce_dtype": "int12"}, "int16": {"reduce_dtype": "int16"}},
-    "weight average": {"none": {}, "20 steps": {"weight_average": 20}},
-    "processes": {"1": {}, "2": {}},
-    "compute": {name: {"compute": name} for name in ("fp32", *COMPUTES[:-1])},
-    "kept": {"activations": {}, "inputs": {"recompute": True},
-        "packed": {"pack": True}},
-    "scales": {"by the loss": {}, "routed": {"scale_losses": ("attention=text",)}},
-    "groups": {"T32": {}, "T6": {"scale_type": "T6"}},
-    "symbols": {"bytes": {}, "tied": {}, "in chunks": {}},
-    "objective": {"next": {}, "masked": {"objective": "masked"}, "fill": {"objective": "fill"}},
-    "backend": {"torch": {}, "native": {"backend": "native"}},
-}  # fmt: skip
+PAIRED = tomllib.loads((Path(__file__).parent / "pairs.toml").read_text())
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = PAIRED["settings"]
 """By name of a setting: its values, and what each is given to a run as; first the usual one."""
 VOCABULARY = {"tied": 300, "in chunks": 301}
 AT_ONCE = 160
 """Symbols of a chunk here."""
 
 BASELINES = ("float", "float by Muon", "straight-through")
-VOTES = ("votes", "votes mended")
-REFUSED = (
-    ("model", ("graph",), "symbols", ("tied", "in chunks"), "reads bytes"),
-    ("weights", ("carry",), "digits", ("fade",), "does not fade"),
-    ("weights", VOTES, "digits", ("all", "fade"), "stores no digits below"),
-    ("weights", BASELINES, "digits", ("all", "fade"), "stores no digits below"),
-    ("weights", VOTES, "direction", ("orthogonal", "factored", "sign"), "takes no direction"),
-    ("weights", BASELINES, "direction", ("factored", "sign"), "trained by AdamW or Muon"),
-    ("weights", BASELINES, "reduce_dtype", ("int8", "int12", "int16"), "has no rounded gradients"),
-    ("weight average", ("20 steps",), "weights", VOTES, "`votes` have no average"),
-    ("weights", BASELINES, "compute", ("fp8", "fp8-backward"), "has no products in eight bits"),
-    ("weights", BASELINES, "compute", ("nvfp4",), "has no products in four bits"),
-    ("weights", BASELINES, "kept", ("packed",), "has no packed gates"),
-    ("compute", ("fp32",), "kept", ("packed",), "gates in fp32"),
-    ("model", ("experts",), "kept", ("packed",), "has a gated MLP"),
-    ("weights", BASELINES, "scales", ("routed",), "a float baseline has no scales"),
-    ("weights", ("votes mended",), "scales", ("routed",), "the fix `order` of votes"),
-    ("micro-batches", ("2", "3"), "scales", ("routed",), "several batches per step"),
-    ("scales", ("routed",), "reduce_dtype", ("int8", "int12", "int16"), "does not combine with"),
-    ("micro-batches", ("1", "3"), "processes", ("2",), "cannot be divided evenly"),
-    ("processes", ("2",), "scales", ("routed",), "cannot be divided evenly"),
-    ("objective", ("masked",), "model", ("compressed",), "entries are of positions before"),
-    ("objective", ("masked",), "model", ("chunks",), "one ends where the next begins"),
-    ("objective", ("masked",), "model", ("mamba",), "goes from left to right"),
-    ("objective", ("masked",), "model", ("graph",), "reads what is before a position"),
-    ("objective", ("masked",), "symbols", ("tied",), "no row for the symbol of a hidden byte"),
-    ("objective", ("fill",), "model", ("graph",), "does not support holes"),
-    ("objective", ("fill",), "symbols", ("tied",), "does not support holes"),
-)
-"""Pairs of values that cannot be, and what is said of them."""
 QUICK_ROWS = 9
 """That `make test` runs; they have most of the pairs."""
 
 
 def refused_pairs() -> dict[frozenset, str]:
-    """List each pair of `REFUSED`, with the words of its refusal."""
+    """List the pairs of values that cannot be together, with the words of their refusals."""
     return {
-        frozenset({(one, x), (other, y)}): words
-        for one, of_one, other, of_other, words in REFUSED
-        for x, y in itertools.product(of_one, of_other)
+        frozenset(zip(refused["pair"], values, strict=True)): refused["said"]
+        for refused in PAIRED["refused"]
+        for values in itertools.product(*refused["pair"].values())
     }
 
 
@@ -249,3 +187,7 @@ def test_pairs_without_a_row_are_refused_in_a_line():
             config_of(tuple(pair))
         assert words in str(refusal.value)
         assert "\n" not in str(refusal.value)
+
+
+def test_every_compute_is_paired():
+    assert {*SETTINGS["compute"]} == {*COMPUTES}
