@@ -4,12 +4,20 @@ from typing import Any
 
 from arbcli.kernels.runtime.arguments import Array, Number
 from arbcli.verify.check_kernels import KernelResult, check_kernel, kernel_jobs
+from arbcli.verify.compare import as_tuple, compare
 from arbcli.verify.verification import Verification
 
 
 def checked(*args: Any, **kwargs: Any) -> list[KernelResult]:
     """Run the checks that `kernel_jobs` lists."""
     return [result for job in kernel_jobs(*args, **kwargs) for result in check_kernel(job)]
+
+
+def assert_as_wanted(spec: Verification, label: str, results: Any, wanted: Any) -> None:
+    """Compare all results of a kernel, as its specification asks for."""
+    for result, expected in zip(as_tuple(results), as_tuple(wanted), strict=True):
+        compared = compare(spec, label, result, expected)
+        assert compared.passed, compared
 
 
 def has_one_layout(spec: Verification) -> bool:

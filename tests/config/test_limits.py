@@ -4,6 +4,7 @@ import dataclasses
 from math import inf, nan
 
 import pytest
+from made_runs import model_of
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import config_from_dict, preset
@@ -129,12 +130,11 @@ def test_bounds_that_follow_from_others():
 def test_slots_of_chunks_are_half_again_as_many_as_requested(
     window, lengths, slots, room, small_hnet
 ):
-    given = {k: v for k, v in small_hnet.items() if k not in ("preset", "batch")}
-    given |= {"ctx": window, "chunk_length": lengths}
+    given = small_hnet | {"ctx": window, "chunk_length": lengths}
     if len(lengths) == 1:
         given |= {k: v[:1] for k, v in given.items() if k.startswith("outer_")}
-    config = preset("hnet-tiny", **given)
+    config = model_of(given)
     assert config.slots == slots
     assert {about: config.capacity(*about) for about in room} == room
-    every = preset("hnet-tiny", **given | {"boundaries": "every"})
+    every = model_of(given, boundaries="every")
     assert every.slots[1] == -(-window // lengths[0])

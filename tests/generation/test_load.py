@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_runs import model_of
 from marks import needs_triton
 
 from arbcli.base.errors import ArbError
@@ -107,8 +108,7 @@ def test_model_is_used_in_deterministic_mode_on_the_backend_without_gradients(
 ):
     """And lack of memory is an error with a hint."""
     use, is_deterministic, hint = USES[name]
-    given = {k: v for k, v in small_hnet.items() if k not in ("preset", "batch")}
-    model = build_model(preset("hnet-tiny", **given), torch.float32)
+    model = build_model(model_of(small_hnet), torch.float32)
     seen = set()
 
     def look(*_) -> None:
@@ -164,8 +164,8 @@ OUTER = {"outer_dim": (32,), "outer_layers": (1,), "outer_heads": (2,), "outer_f
 )
 @torch.no_grad()
 def test_byte_takes_so_many_launches(name, options, most, small_graph):
-    given = options or {k: small_graph[k] for k in small_graph.keys() - {"preset", "batch"}}
-    lm = build_model(preset(name, **given), torch.bfloat16)
+    config = preset(name, **options) if options else model_of(small_graph)
+    lm = build_model(config, torch.bfloat16)
     launched: list[object] = []
     with ExitStack() as stack:
         for context in (

@@ -13,7 +13,7 @@ import pytest
 import torch
 from apparatus.interpreter import arguments_left_in_place, barriers_where_needed, checked_bounds
 from apparatus.sampling import sample
-from checked import has_one_layout
+from checked import assert_as_wanted, has_one_layout
 
 from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
@@ -155,12 +155,9 @@ def watched(backend: str) -> Iterator[None]:
 
 def assert_triton_agrees(spec, label, inputs) -> None:
     """Run a kernel by Triton in poisoned memory, and compare all that it returns."""
-    wanted = as_tuple(spec.reference(*copies(inputs)))
     with poisoned(), use_backend(BACKENDS[1]), watched(BACKENDS[1]):
-        got = as_tuple(spec.triton(*copies(inputs)))
-    for result, expected in zip(got, wanted, strict=True):
-        compared = compare(spec, label, result, expected)
-        assert compared.passed, compared
+        got = spec.triton(*copies(inputs))
+    assert_as_wanted(spec, label, got, spec.reference(*copies(inputs)))
 
 
 @pytest.mark.parametrize(
@@ -332,10 +329,8 @@ def apart(value, number: int, far: int, by: int = 0):
 
 def assert_layout_changes_nothing(spec, backend: str, inputs, wanted) -> None:
     with arguments_left_in_place(), poisoned(), use_backend(backend), watched(backend):
-        results = as_tuple(spec.run(backend)(*inputs))
-    for result, expected in zip(results, wanted, strict=True):
-        compared = compare(spec, f"{spec.name} {backend}", result, expected)
-        assert compared.passed, compared
+        results = spec.run(backend)(*inputs)
+    assert_as_wanted(spec, f"{spec.name} {backend}", results, wanted)
 
 
 @pytest.mark.skipif(not native.available(), reason=native.why_not())

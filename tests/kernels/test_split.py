@@ -6,11 +6,12 @@ import sys
 
 import pytest
 import torch
+from checked import assert_as_wanted
 
 from arbcli.kernels.runtime import backend
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.verify.check_kernels import copies
-from arbcli.verify.compare import as_tuple, compare, poisoned
+from arbcli.verify.compare import poisoned
 from arbcli.verify.registry import KERNELS
 
 CPU = torch.device("cpu")
@@ -36,8 +37,7 @@ def test_small_inputs_are_divided_as_large_inputs(spec, monkeypatch):
     assert cases
     with poisoned():
         for case in sorted(cases, key=size)[:CASES]:
-            wanted = as_tuple(spec.reference(*copies(case.inputs)))
+            wanted = spec.reference(*copies(case.inputs))
             with use_backend("interpreter"), chunks_of(1):
-                got = as_tuple(spec.triton(*copies(case.inputs)))
-            for pair in zip(got, wanted, strict=True):
-                assert compare(spec, case.label, *pair).passed, case.label
+                got = spec.triton(*copies(case.inputs))
+            assert_as_wanted(spec, case.label, got, wanted)

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from states import assert_same, state_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -31,10 +32,6 @@ def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
 
 
-def state(model: nn.Module) -> dict:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def equal(a: dict, b: dict) -> bool:
     return {*a} == {*b} and all(torch.equal(value, b[name]) for name, value in a.items())
 
@@ -56,7 +53,7 @@ def test_steps_equal_those_of_the_updater(rule, accumulation):
             loss(model, ids).backward()
         updater.finish()
         optimizer.step()
-    assert equal(state(model), state(twin))
+    assert_same(state_of(model), state_of(twin))
 
 
 def digits(model: nn.Module) -> dict:
@@ -73,7 +70,7 @@ def digits(model: nn.Module) -> dict:
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
 def test_a_step_that_ends_early_steps_weights_and_scales(rule):
     model, optimizer, ids = build(rule, accumulation=4, lr=2.0)
-    before, state_before = digits(model), state(model)
+    before, state_before = digits(model), state_of(model)
     for _ in range(3):
         loss(model, ids).backward()
     # `carry` steps with each gradient
@@ -81,7 +78,7 @@ def test_a_step_that_ends_early_steps_weights_and_scales(rule):
     optimizer.step()
     after = digits(model)
     assert all(not torch.equal(part, before[name]) for name, part in after.items())
-    fractions = {name: part for name, part in state(model).items() if name.endswith("fraction")}
+    fractions = {name: part for name, part in state_of(model).items() if name.endswith("fraction")}
     assert any(not torch.equal(part, state_before[name]) for name, part in fractions.items())
     loss(model, ids).backward()  # the next step begins
     assert optimizer.state_dict()["state"][0]["step_of_run"] == 1
@@ -131,15 +128,15 @@ def test_training_continues_from_its_state():
         again.load_state_dict(of_optimizer)
         assert again.param_groups[0]["seed"] == 0
         step(other, again)
-        assert equal(state(model), state(other))
+        assert_same(state_of(model), state_of(other))
 
 
 def test_gradients_and_rates_that_are_not_finite_step_nothing():
     model, optimizer, ids = build()
-    before = state(model)
+    before = state_of(model)
     (loss(model, ids) * torch.nan).backward()
     optimizer.step()
-    assert equal(before, state(model))
+    assert_same(before, state_of(model))
     # two matrices and their biases, gain, bias and embedding
     assert optimizer.counters() == {"nonfinite_steps": 1, "refused": 7}
     optimizer.load_state_dict(optimizer.state_dict())
@@ -147,7 +144,7 @@ def test_gradients_and_rates_that_are_not_finite_step_nothing():
     optimizer.param_groups[0]["lr"] = math.nan  # as of a schedule of no steps
     with pytest.raises(ArbError, match="of step 1 is not finite"):
         loss(model, ids).backward()
-    assert equal(before, state(model))
+    assert_same(before, state_of(model))
 
 
 def test_second_backward_of_a_graph_is_refused():
@@ -168,7 +165,7 @@ def test_interrupted_backward_leaves_no_gradient():
     layer = arbcli.nn.Linear(8, 8)
     optimizer = arbcli.nn.IntegerOptimizer(layer)
     twin, x = copy.deepcopy(layer), torch.randn(3, 8)
-    before = state(layer)
+    before = state_of(layer)
 
     def interrupt(_):
         raise Interrupted
@@ -178,26 +175,26 @@ def test_interrupted_backward_leaves_no_gradient():
     with pytest.raises(Interrupted):
         layer(between.tanh()).sum().backward()
     optimizer.zero_grad()
-    assert equal(before, state(layer))
+    assert_same(before, state_of(layer))
     own = arbcli.nn.IntegerOptimizer(twin)
     for module, stepping in ((layer, optimizer), (twin, own)):
         module(module(x).tanh()).sum().backward()
         stepping.step()
-    assert equal(state(layer), state(twin))
+    assert_same(state_of(layer), state_of(twin))
 
 
 def test_copies_are_models_of_their_own():
     model, optimizer, ids = build()
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert equal(state(copied), state(model))
-        before = state(model)
+        assert_same(state_of(copied), state_of(model))
+        before = state_of(model)
         with pytest.raises(ArbError, match="no optimizer that consumes it"):
             loss(copied, ids).backward()
         own = arbcli.nn.IntegerOptimizer(copied)
         loss(copied, ids).backward()
         own.step()
-        assert equal(before, state(model))
-        assert not equal(before, state(copied))
+        assert_same(before, state_of(model))
+        assert not equal(before, state_of(copied))
     for duplicate in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ArbError, match="cannot be copied or pickled"):
             duplicate(optimizer)
@@ -211,12 +208,12 @@ def test_no_gradient_is_stored_and_frozen_models_pass_gradients_on():
     optimizer.step()
     optimizer.zero_grad()
     model.requires_grad_(False)
-    before = state(model)
+    before = state_of(model)
     x = model[0](ids).requires_grad_()
     model[4](model[3](model[2](model[1](x)))).sum().backward()
     optimizer.step()
     assert x.grad.abs().sum() > 0
-    assert equal(before, state(model))
+    assert_same(before, state_of(model))
 
 
 def test_wrong_uses_are_refused():

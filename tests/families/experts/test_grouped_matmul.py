@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checked import assert_as_wanted
 
 from arbcli.families.experts.kernels import grouped_matmul as module
 from arbcli.families.experts.kernels.grouped_matmul import grouped_grad_w, grouped_matmul
@@ -11,7 +12,6 @@ from arbcli.families.experts.verify.grouped_matmul import (
 )
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.verify.check_kernels import copies
-from arbcli.verify.compare import compare
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 
@@ -64,8 +64,7 @@ def test_copy_engine_loads_the_same(spec, device):
     for case in [*spec.cases(device, 32)][::3]:
         with compile_for((9, 0)):
             product = spec.triton(*copies(case.inputs))
-        result = compare(spec, case.label, product, spec.reference(*copies(case.inputs)))
-        assert result.passed, result
+        assert_as_wanted(spec, case.label, product, spec.reference(*copies(case.inputs)))
 
 
 @pytest.mark.parametrize(

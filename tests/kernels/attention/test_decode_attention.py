@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checked import assert_as_wanted
 
 from arbcli.kernels.attention import decode_attention as module
 from arbcli.kernels.attention.decode_attention import decode_attention
@@ -10,7 +11,6 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.parts.cached import FORMATS
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.check_kernels import copies
-from arbcli.verify.compare import as_tuple, compare
 from arbcli.verify.kernels.attention.decode_attention import (
     decode_attention_8bit_verification,
     decode_attention_verification,
@@ -50,8 +50,7 @@ def test_kernel_keeps_a_number_just_below_a_power_of_two_within_a_byte():
     with use_backend("interpreter"):
         got = spec.run("interpreter")(*copies(given))
     assert any((part == 127 / 128).any() for part in wanted)
-    for one, other in zip(got, wanted, strict=True):
-        assert compare(spec, "edge", one, other).passed
+    assert_as_wanted(spec, "edge", got, wanted)
 
 
 @pytest.mark.parametrize(("name", "bound"), [("fp8", 2**-4), ("int8", 2**-7)])
@@ -103,11 +102,10 @@ def test_program_attends_to_several_blocks_of_slots(spec, device, monkeypatch):
     monkeypatch.setattr(module, "SLOTS", 8)
     for case in [*spec.cases(torch.device("cpu"), 32)][::3]:
         given = [part.to(device) if torch.is_tensor(part) else part for part in case.inputs]
-        wanted = as_tuple(spec.reference(*copies(given)))
+        wanted = spec.reference(*copies(given))
         with use_backend(BACKENDS[1]):
-            got = as_tuple(spec.triton(*copies(given)))
-        for result, expected in zip(got, wanted, strict=True):
-            assert compare(spec, case.label, result, expected).passed, case.label
+            got = spec.triton(*copies(given))
+        assert_as_wanted(spec, case.label, got, wanted)
 
 
 def test_tiles_of_a_text_do_not_depend_on_how_many_there_are(device, monkeypatch):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checked import assert_as_wanted
 
 from arbcli.inspect.trace import no_memory
 from arbcli.kernels.runtime import native
@@ -67,8 +68,7 @@ def test_gram_matrix_is_right_for_any_number_of_programs(shape, programs, monkey
         (gram_verification, [x]),
         (gram_polynomial_verification, [a, *COEFFICIENTS]),
     ):
-        compared = compare(spec, "", spec.triton(*given), spec.reference(*given))
-        assert compared.passed, compared
+        assert_as_wanted(spec, "", spec.triton(*given), spec.reference(*given))
 
 
 def test_semaphores_of_a_gram_matrix_begin_at_zero(device):
