@@ -97,9 +97,13 @@ def test_entry_of_almost_nothing_has_the_least_exponent(backend, stored, device)
     ids=lambda s: s.name,
 )
 def test_program_attends_to_several_blocks_of_slots(spec, device, monkeypatch):
-    """As in a ring of 16,384 slots; a program's blocks end before, at and after a slot."""
-    monkeypatch.setattr(module, "PROGRAMS", 4)
+    """As in a ring of 16,384 slots; a program's blocks end before, at and after a slot.
+
+    The sums of programs are added in several turns.
+    """
+    monkeypatch.setattr(module, "PROGRAMS", 8)
     monkeypatch.setattr(module, "SLOTS", 8)
+    monkeypatch.setattr(module, "MAX_PARTS", 1)
     for case in [*spec.cases(torch.device("cpu"), 32)][::3]:
         given = [part.to(device) if torch.is_tensor(part) else part for part in case.inputs]
         wanted = spec.reference(*copies(given))
