@@ -63,17 +63,16 @@ def test_wrong_file_is_refused(tmp_path, text, said):
     assert caught.value.hint
 
 
-def test_command_prints_settings_and_options_go_first(tmp_path, arb_here, arb_done, arb_json):
+def test_command_prints_settings_and_options_go_first(tmp_path, arb_done, arb_json, arb_error):
     path = tmp_path / "run.toml"
     options = ["--steps", "9", "--dim", "32", "--heads", "2", "--device", "cpu"]
     printed = arb_done("train", *options, "--print-config")
     path.write_text(printed.stdout)
-    again = arb_here("train", "--config", str(path), "--steps", "5", "--print-config")
+    again = arb_done("train", "--config", str(path), "--steps", "5", "--print-config")
     assert again.stdout == printed.stdout.replace("steps = 9", "steps = 5")
     assert 'device = "cpu"' in again.stdout  # as it was given, and the backend was not
     assert "backend" not in again.stdout
     as_json = arb_json("train", "--config", str(path), "--print-config")
     assert (as_json["steps"], as_json["model"]["stages"][0]["dim"]) == (9, 32)
-    done = arb_here("train", "--resume", "auto", "--print-config")
-    assert done.returncode == 2
-    assert "`--print-config` cannot be combined with `--resume`" in done.stderr
+    error = arb_error("train", "--resume", "auto", "--print-config")
+    assert "`--print-config` cannot be combined with `--resume`" in error

@@ -461,8 +461,6 @@ def test_backend_of_a_cpu_in_bfloat16_is_off_by_its_rounding_only(name, backend)
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_kernel_is_deterministic(spec, device):
     *_, case = spec.cases(device, 32)
-    first, second = (spec.triton(*copies(case.inputs)) for _ in range(2))
-    if isinstance(first, torch.Tensor):
-        first, second = (first,), (second,)
+    first, second = (as_tuple(spec.triton(*copies(case.inputs))) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)

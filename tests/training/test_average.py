@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made_runs import TINY
 from safetensors.torch import load_file
 from states import assert_same, state_of
 
@@ -18,16 +19,13 @@ from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer
 
 HORIZON, STEPS = 16, 24
-TINY = {
-    "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4, "warmup": 1,
-    "device": "cpu", "compute": "fp32",
-}  # fmt: skip
+OPTIONS = TINY | {"batch": 4, "warmup": 1, "compute": "fp32", "steps": 200}
 
 
 @pytest.fixture(scope="module")
 def trainer_of(lines):
     def make(**changes) -> Trainer:
-        config = new_config(**TINY | {"steps": 200} | changes, data=[lines])
+        config = new_config(**OPTIONS | changes, data=[lines])
         return Trainer(config, open_texts(config.data, (), seed=0, context=config.model.ctx))
 
     return make

@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from made_runs import TINY
 
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import checkpoints
@@ -16,11 +17,6 @@ from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.resume import resume_run
 from arbcli.training.run import start_run
-
-SMALL = {
-    "dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu",
-    "log_every": 1,
-}  # fmt: skip
 
 
 class Stop(Observer):
@@ -34,10 +30,10 @@ def whole(tmp_path_factory) -> Path:
     """Leave a run of four steps that an error ended after three, and all of its checkpoints."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "text.txt").write_bytes(b"ternary weights learn to read. " * 100)
-    options = {"steps": 4, "save_every": 1, "eval_every": 2, "keep": 9}
+    options = {"steps": 4, "save_every": 1, "eval_every": 2, "log_every": 1, "keep": 9}
     options["data"] = [str(folder / "text.txt")]
     with pytest.raises(KeyError):
-        start_run(new_config(**SMALL, **options), folder / "run", Stop())
+        start_run(new_config(**TINY, **options), folder / "run", Stop())
     return folder
 
 

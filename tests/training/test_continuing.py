@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from made_runs import observer_with, read_records
+from made_runs import TINY, observer_with, read_records
 
 import arbcli
 from arbcli.base.atomic_files import write_json
@@ -24,10 +24,7 @@ from arbcli.training.observer import Observer
 from arbcli.training.resume import resume_run
 from arbcli.training.run import start_run
 
-SMALL = {
-    "dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu",
-    "log_every": 1,
-}  # fmt: skip
+SMALL = TINY | {"log_every": 1}
 
 
 def test_extended_run_reports_the_change_of_its_rate(text, tmp_path):
