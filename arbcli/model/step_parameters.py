@@ -44,7 +44,11 @@ class Pace(NamedTuple):
 
 
 class StepSizes(NamedTuple):
-    """Fixed-point learning rates of slopes, directions and moments: see `StepControl`."""
+    """Fixed-point learning rates of slopes, directions and moments: see `StepControl`.
+
+    Those named `micro_` apply where weights step after each micro-batch, by its share of the step,
+    and the moment decays before each; the others where they step once for all gradients.
+    """
 
     micro_scale_gain: tuple[Tensor, Tensor]
     micro_gain: tuple[Tensor, Tensor]
@@ -63,10 +67,7 @@ class StepSizes(NamedTuple):
     micro_step_size: Tensor
 
 
-GAINS = (
-    "micro_scale_gain", "micro_gain", "step_scale_gain", "step_gain", "blend_gain",
-    "micro_blend_gain",
-)  # fmt: skip
+GAINS = StepSizes._fields[:6]
 """Fields of `StepSizes` that are a gain and a shift."""
 
 BOOST_UNIT = 256
@@ -128,10 +129,7 @@ class StepLayout:
         """View the step sizes of each pace in a row, (width,) int64."""
         fields: dict[str, Any] = {name: self.view(row, name).unbind() for name in StepSizes._fields}
         fields |= {name: [tuple(pair.unbind()) for pair in fields[name]] for name in GAINS}
-        return [
-            StepSizes(**dict(zip(fields, values, strict=True)))
-            for values in zip(*fields.values(), strict=True)
-        ]
+        return [StepSizes(*values) for values in zip(*fields.values(), strict=True)]
 
     def pack(self, values: dict[str, np.ndarray | Tensor], steps: int, micros: int) -> Tensor:
         """Write values of fields to rows, (steps, micros, width) int64 on the host.

@@ -574,41 +574,40 @@ class Updater:
     def _control_of(self, target: _Target) -> StepControl:
         """Return the parameters of an update of a matrix."""
         tensor, state, index, _, first, last, share = target
+        each_micro, rule, sizes = first and last, tensor.rule, self._sizes[_pace(tensor)]
         keys, turn = self.keys[index].unbind(), self._no_turn
-        if tensor.rule.turns_bits:  # offset for each step, or for each micro-batch
-            turn = self._micro_turn if first and last else self._turn
+        if rule.turns_bits:  # offset for each step, or for each micro-batch
+            turn = self._micro_turn if each_micro else self._turn
             keys = (*keys[:TRIT], self._steady_keys[index], *keys[TRIT + 1 :])
-        sizes = self._sizes[_pace(tensor)]
-        blend_gain = sizes.blend_gain
-        if self._blend_gains is not None:
-            blend_gain = self._blend_gains[index, 0], self._blend_gains[index, 1]
-        slopes = None
-        if not (first and last) and tensor.rule.has_fraction and not tensor.fixed_scales:
-            slopes = self._slope_sums.pop(index, None)
+        scale_gain, slopes = sizes.micro_scale_gain, None
+        if tensor.fixed_scales:
+            scale_gain = self._no_turn, self._no_turn
+        elif not each_micro and rule.has_fraction:
+            scale_gain, slopes = sizes.step_scale_gain, self._slope_sums.pop(index, None)
             if slopes is None:
                 slopes = torch.zeros_like(state["exponent"], dtype=torch.int16)
             if not last:
                 self._slope_sums[index] = slopes
-        decays = bool(self.weight_decay) and tensor.decays
-        scale_gain = (self._no_turn,) * 2 if tensor.fixed_scales else sizes.micro_scale_gain
-        limit = sizes.micro_limit if first and last else sizes.limit
+        blend_gain = sizes.micro_blend_gain if each_micro else sizes.blend_gain
+        if self._blend_gains is not None and not each_micro:
+            blend_gain = self._blend_gains[index, 0], self._blend_gains[index, 1]
+        limit = sizes.micro_limit if each_micro else sizes.limit
+        by_share = each_micro or not rule.moment_range
+        weight_decay = None
+        if self.weight_decay and tensor.decays:
+            weight_decay = sizes.micro_weight_decay if by_share else sizes.weight_decay
         return StepControl(
             step=self._step,
             turn=turn,
             keys=keys,
-            micro_scale_gain=scale_gain,
-            step_scale_gain=sizes.step_scale_gain,
+            scale_gain=scale_gain,
             weight=self._weight,
             slopes=slopes,
-            micro_gain=sizes.micro_gain,
-            step_gain=sizes.step_gain,
+            gain=sizes.micro_gain if by_share else sizes.step_gain,
             blend_gain=blend_gain,
-            micro_blend_gain=sizes.micro_blend_gain,
-            step_size=sizes.step_size,
-            micro_step_size=sizes.micro_step_size,
+            step_size=sizes.micro_step_size if by_share else sizes.step_size,
             limit=limit if share is None else sizes.row_limit,
-            weight_decay=sizes.weight_decay if decays else None,
-            micro_weight_decay=sizes.micro_weight_decay if decays else None,
+            weight_decay=weight_decay,
             flips=self._flips[index],
             squares=self._squares[index],
             share=share,

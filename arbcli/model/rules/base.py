@@ -99,8 +99,8 @@ class Gradient:
 class StepControl:
     """Parameters of a step of one matrix: scalar tensors on the device, and Python flags.
 
-    Values named `micro_` apply where weights step after each micro-batch, by its share of the step;
-    the others where they step once for all of its gradients.
+    Factors are those of the whole step, or of the gradient's share of it where scales, moments or
+    weights step after each gradient.
     """
 
     step: Tensor
@@ -109,37 +109,24 @@ class StepControl:
     """Offset of the random bits of trits, int32; 0 unless the rule `turns_bits`."""
     keys: tuple[Tensor, ...]
     """Keys of the random streams, NUM_STREAMS int32 scalars."""
-    micro_scale_gain: tuple[Tensor, Tensor]
-    """Factor of a slope in fixed point, int32 gain and shift, when scales step after each
-    gradient."""
-    step_scale_gain: tuple[Tensor, Tensor]
-    """Factor of a slope, int32 gain and shift, when scales step once for all gradients."""
+    scale_gain: tuple[Tensor, Tensor]
+    """Factor of a slope in fixed point, int32 gain and shift; 0 for fixed scales."""
     weight: Tensor
     """Weight of the gradient in its step, int32 in units of 2**-16."""
     slopes: Tensor | None
     """(N, groups) int16, weighted sum of the slopes of the step so far: see `add_slopes`. None if
     scales step after each gradient."""
-    micro_gain: tuple[Tensor, Tensor]
-    """Factor of a direction, int32 gain and shift, when z steps after each gradient."""
-    step_gain: tuple[Tensor, Tensor]
-    """Factor of a direction, int32 gain and shift, when z steps once for all gradients."""
+    gain: tuple[Tensor, Tensor]
+    """Factor of a direction, int32 gain and shift."""
     blend_gain: tuple[Tensor, Tensor]
-    """Factor of a direction in the moment, int32 gain and shift, by its share of the step."""
-    micro_blend_gain: tuple[Tensor, Tensor]
-    """Factor of a direction in the moment, int32 gain and shift, if the moment decays before each
-    gradient."""
+    """Factor of a direction in the moment, int32 gain and shift."""
     step_size: Tensor
     """Factor of the moment, int64 in units of 2**-32 of z."""
-    micro_step_size: Tensor
-    """Factor of the moment by the share of the gradient, int64 in units of 2**-32 of z, when z
-    steps after each gradient."""
     limit: Tensor
     """Maximum step of z by the gradient, int32 in units of 2**-16: a share of that of a step where
     weights step after each gradient."""
     weight_decay: Tensor | None
-    """Decay of z in a step, int32 in units of 2**-24; None without weight decay."""
-    micro_weight_decay: Tensor | None
-    """Decay of z when it steps after each gradient."""
+    """Decay of z, int32 in units of 2**-24; None without weight decay."""
     flips: Tensor
     """Counter of changed trits, int64; incremented by the step."""
     squares: Tensor
@@ -150,11 +137,6 @@ class StepControl:
     """Whether this is the first gradient of the step, before which the moment decays."""
     last: bool
     """Whether this is the last gradient of the step, after which the weights step."""
-
-    @property
-    def is_micro_step(self) -> bool:
-        """Whether the weights step after each gradient, by its share of the step."""
-        return self.first and self.last
 
 
 class Rule(ABC):
@@ -279,32 +261,25 @@ class Rule(ABC):
 
     def move_scales(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Step the scales along their negative slopes, or add these to the sum of the step."""
-        slope, gains = gradient.statistics.slope, gradient.gains
-        gain, size, ok = gains.slope, control.micro_scale_gain, gains.ok
+        slope, gain, ok = gradient.statistics.slope, gradient.gains.slope, gradient.gains.ok
         if control.slopes is not None:
             squares = add_slopes(control.slopes, slope, gain, control.weight, ok)
             if not control.last:
                 return
-            slope, size = control.slopes, control.step_scale_gain
+            slope = control.slopes
             ok, gain = slope_gain(slope, squares)
-        self._step_scales(state, slope, gain, size, ok, control)
+        self._step_scales(state, slope, gain, ok, control)
 
     def end_scales(self, state: State, control: StepControl) -> None:
         """Step the scales along the slopes so far, if the step ends before its last gradient."""
         if control.slopes is not None:
             ok, gain = slope_gain(control.slopes, sum_squares(control.slopes))
-            self._step_scales(state, control.slopes, gain, control.step_scale_gain, ok, control)
+            self._step_scales(state, control.slopes, gain, ok, control)
 
     def _step_scales(
-        self,
-        state: State,
-        slope: Tensor,
-        gain: Tensor,
-        size: tuple[Tensor, Tensor],
-        ok: Tensor,
-        control: StepControl,
+        self, state: State, slope: Tensor, gain: Tensor, ok: Tensor, control: StepControl
     ) -> None:
-        key = control.keys[SCALE]
+        key, size = control.keys[SCALE], control.scale_gain
         step_scales(state["exponent"], state["fraction"], slope, gain, key, *size, ok)
 
     def step_along_moment(self, state: State, ok: Tensor, control: StepControl) -> None:

@@ -25,8 +25,8 @@ class Carry(Rule):
         self.move_scales(state, gradient, control)
         step_by_direction(
             state["trits"], state["remainder"], *gradient.required_direction, keys[TRIT],
-            *control.micro_gain, control.limit, ok, control.flips, self.radix, self.remainder_max,
-            control.micro_weight_decay,
+            *control.gain, control.limit, ok, control.flips, self.radix, self.remainder_max,
+            control.weight_decay,
         )  # fmt: skip
 
 

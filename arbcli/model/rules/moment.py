@@ -72,38 +72,31 @@ class Moment(Rule):
 
     def step_along_moment(self, state: State, ok: Tensor, control: StepControl) -> None:
         """Step weights along the moment, if it averages directions."""
-        step_size, squares = control.step_size, control.squares
+        squares = control.squares
         if control.share is not None:
             squares = (squares / control.share).to(torch.int64)
-        if control.is_micro_step:
-            step_size = control.micro_step_size
         step_by_moment(
             state["trits"], state["remainder"], None if self.share_a_byte else state["moment"],
-            control.keys[TRIT], control.turn, step_size, squares, control.limit, ok,
-            control.flips, self.radix, self.remainder_max,
-            control.micro_weight_decay if control.is_micro_step else control.weight_decay,
+            control.keys[TRIT], control.turn, control.step_size, squares, control.limit, ok,
+            control.flips, self.radix, self.remainder_max, control.weight_decay,
         )  # fmt: skip
 
     def update_moment(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Step the scales, and blend the gradient or direction into the moment."""
         self.move_scales(state, gradient, control)
         beta = round(BETA * UNIT) if control.first else UNIT
-        gain = control.micro_blend_gain if control.is_micro_step else control.blend_gain
         blend_moment(
             self.moment_bytes(state), *gradient.required_direction, control.keys[MOMENT],
-            gradient.gains.ok, control.squares, beta, *gain, self.share_a_byte,
+            gradient.gains.ok, control.squares, beta, *control.blend_gain, self.share_a_byte,
         )  # fmt: skip
 
     def step_along_direction(
         self, state: State, direction: FactoredUpdate, ok: Tensor, control: StepControl
     ) -> None:
         """Step weights along the direction of the moment."""
-        gain, weight_decay = control.step_gain, control.weight_decay
-        if control.is_micro_step:
-            gain, weight_decay = control.micro_gain, control.micro_weight_decay
         step_by_direction(
-            state["trits"], state["remainder"], *direction, control.keys[TRIT], *gain,
-            control.limit, ok, control.flips, self.radix, self.remainder_max, weight_decay,
+            state["trits"], state["remainder"], *direction, control.keys[TRIT], *control.gain,
+            control.limit, ok, control.flips, self.radix, self.remainder_max, control.weight_decay,
         )  # fmt: skip
 
 
