@@ -293,8 +293,30 @@ class TernaryTensor(StateModule, Weight):
         start, stop = matrices.start * self.matrix_rows, matrices.stop * self.matrix_rows
         return slice(start, min(stop, self.out_features))
 
+    def gather(self, rows: Tensor) -> "State":
+        """Copy the state of rows, (R,) int64; rows out of range are zero."""
+        from arbcli.kernels.rows.table_rows import gather_rows  # only tables have such rows
+
+        return {
+            name: part if name == "column_statistic" else gather_rows(part, rows)
+            for name, part in self.state.items()
+        }
+
+    def scatter_(self, rows: Tensor, state: "State") -> None:
+        """Write the state of rows that `gather` returned; rows out of range are ignored."""
+        from arbcli.kernels.rows.table_rows import scatter_rows_
+
+        for name, part in state.items():
+            if name != "column_statistic":
+                scatter_rows_(self.state[name], rows, part)
+
     always_has_gradients = False
     """Whether each stacked matrix has a gradient in every micro-batch."""
+
+    @property
+    def steps_once(self) -> bool:
+        """Whether it steps after the last gradient of a step, not after each."""
+        return self.matrices == 1 or self.always_has_gradients
 
     def gradient_ranges(self) -> list[range]:
         """Return the ranges of stacked matrices whose gradients are computed together, in order."""

@@ -71,7 +71,7 @@ GAINS = StepSizes._fields[:6]
 """Fields of `StepSizes` that are a gain and a shift."""
 
 BOOST_UNIT = 256
-"""Fixed point of the factors of gradients in moments: see `Updater`."""
+"""Fixed point of the factors of gradients in moments: see `MomentBoosts`."""
 
 
 class StepLayout:

@@ -17,7 +17,8 @@ from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.update.sign_gradient import SignGradient
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import LR_OF_TUNING
-from arbcli.model.updater import HELD_BYTES, Updater
+from arbcli.model.updater import HELD_BYTES
+from arbcli.nn.updater import ModuleUpdater
 from arbcli.nn.weights import Anchor, Anchored
 
 
@@ -63,7 +64,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         check_numbers(lr, accumulation, weight_decay, seed)
         settings = {"accumulation": accumulation, "weight_decay": weight_decay, "seed": seed}
         super().__init__([weight.anchor for weight in self._weights], {"lr": lr, **settings})
-        self._updater: Updater | None = None
+        self._updater: ModuleUpdater | None = None
         self._counters = {"nonfinite_steps": 0, "refused": 0}
         self.step_number = self._micro = 0
         self._runs_backward = False
@@ -104,7 +105,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         updater = self._updater_now
         late = self._micro > 1 and key not in self._blended
         self._blended.add(key)
-        if updater.last and not late:
+        if updater.controls.last and not late:
             self._unstepped.pop(id(tensor), None)
         else:
             self._unstepped[id(tensor)] = tensor
@@ -121,10 +122,10 @@ class IntegerOptimizer(torch.optim.Optimizer):
         if self._micro == 0 and not self.is_set:
             self.set_step()
         updater = self._updater_now
-        if self._micro == updater.accumulation:
+        if self._micro == updater.controls.accumulation:
             raise ArbError(
                 f"this is backward {self._micro + 1} of a step, which has"
-                f" `accumulation={updater.accumulation}`",
+                f" `accumulation={updater.controls.accumulation}`",
                 "call `optimizer.step()`, or pass the number of backward passes in a step as"
                 " `accumulation`; use `use_reentrant=False` for activation checkpointing",
             )
@@ -146,7 +147,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
                 f"`lr={lr}, weight_decay={weight_decay}` of step {self.step_number} is not finite",
                 "check the schedule that sets `optimizer.param_groups`",
             )
-        updater.weight_decay = weight_decay
+        updater.controls.weight_decay = weight_decay
         updater.set_step(self.step_number, lr, group["accumulation"])
 
     def _end_backward(self) -> None:
@@ -155,13 +156,13 @@ class IntegerOptimizer(torch.optim.Optimizer):
         self._updater_now.step_held()
 
     @property
-    def _updater_now(self) -> Updater:
+    def _updater_now(self) -> ModuleUpdater:
         """The updater, on the device where the weights are."""
         if self._updater is None or self._updater.device != self._weights[0].trits.device:
             group = self.param_groups[0]
             if self._updater is not None:
                 self._counters = self._updater.counters()
-            self._updater = Updater(
+            self._updater = ModuleUpdater(
                 self._weights, group["seed"], self._weights[0].anchor.dtype, HELD_BYTES
             )
             self._updater.restore(self._counters)

@@ -32,6 +32,7 @@ from arbcli.model.rules import DIRECTION, RULES, moment
 from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX, blend_gains
 from arbcli.model.step_parameters import ROW_CLIP
 from arbcli.model.updater import Updater
+from arbcli.nn.updater import ModuleUpdater
 
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 COMBINATIONS = [
@@ -78,8 +79,8 @@ def z_of(tensor: TernaryTensor) -> torch.Tensor:
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulation):
     _, updater = build("moment", "factored", "cpu")
-    updater.weight_decay = 0.3
-    ((factor, radix, *_),) = updater._paces
+    updater.controls.weight_decay = 0.3
+    ((factor, radix, *_),) = updater.controls._paces
     steps = range(2**20 - 3, 2**20 + 60)
     rates = [0.0, *torch.logspace(-9, 1.2, len(steps) - 1, dtype=torch.float64).tolist()]
     parameters_of_steps = updater.step_parameters(steps, rates, accumulation)
@@ -95,7 +96,7 @@ def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulati
         for micro in range(accumulation):
             tick = step * accumulation + micro
             updater.begin_micro(micro)
-            (sizes,) = updater._sizes.values()
+            (sizes,) = updater.controls._sizes.values()
             assert [[*map(int, pair)] for pair in sizes[:4]] == gains
             decay = min(round(lr * factor * 0.3 * 2**17), 2**21)
             numbers = sizes.limit, sizes.weight_decay, sizes.micro_weight_decay
@@ -104,11 +105,12 @@ def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulati
             assert [int(sizes.micro_limit), int(sizes.row_limit)] == [micro_limit, micro_limit // 2]
             assert int(sizes.step_size) == round(size * 2**32)
             assert int(sizes.micro_step_size) == round(size * 2**32) // accumulation
-            turns = updater._step, updater._turn, updater._micro_turn
+            controls = updater.controls
+            turns = controls.step, controls._turn, controls._micro_turn
             assert [*map(int, turns)] == [step, *(n * 40503 % 2**16 for n in (step, tick))]
-            key = stream_keys(updater.seed, torch.tensor(tick, dtype=torch.int32), 1, NUM_STREAMS)
-            assert torch.equal(updater.keys, key)
-            assert not updater._squares.any()
+            key = stream_keys(controls.seed, torch.tensor(tick, dtype=torch.int32), 1, NUM_STREAMS)
+            assert torch.equal(controls.keys, key)
+            assert not controls._squares.any()
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -275,7 +277,7 @@ def test_boost_is_the_square_of_what_a_moment_lacks(rule, device):
                 digits = tensor.rule.digits(state_of(tensor))["moment"][0].double()
                 ratio = tensor.rule.expected_square / max(1e-9, digits.square().mean().item())
                 wanted = min(max(ratio**2, 1), 4)
-                boosts = [boost / 256 for boost in updater._boosts.tolist()]
+                boosts = [boost / 256 for boost in updater.controls.boosts.factors.tolist()]
                 assert boosts == pytest.approx([4, wanted], abs=0.03)
             updater(tensor, gradient(device, 16 * step + micro))
     assert 1.1 < wanted < 3.9
@@ -283,7 +285,8 @@ def test_boost_is_the_square_of_what_a_moment_lacks(rule, device):
 
 def test_moment_decays_before_a_late_gradient_and_weights_step_after_it():
     """The late one has no share of the step."""
-    tensor, updater = build("moment", "sign", "cpu")
+    tensor, _ = build("moment", "sign", "cpu")
+    updater = ModuleUpdater([tensor], seed=3, dtype=torch.float32)
     updater.begin(0, 1.0)
     updater(tensor, gradient("cpu"))
     moment_before, z = tensor.moment.float(), z_of(tensor)
@@ -292,7 +295,7 @@ def test_moment_decays_before_a_late_gradient_and_weights_step_after_it():
         updater.begin_micro(micro)
     with pytest.raises(RuntimeError, match="interrupted"), updater.late():
         raise RuntimeError("interrupted")
-    assert (updater.first, updater.last) == (False, True)
+    assert (updater.controls.first, updater.controls.last) == (False, True)
     with updater.late():
         updater(tensor, gradient("cpu", 1))
     assert torch.equal(z_of(tensor), z)

@@ -1,5 +1,6 @@
 """Interface of directions: their state, and the conversion of a gradient to a step."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -86,3 +87,26 @@ class Direction:
         rows, columns = (gain if gain.numel() else None for gain in (gains.rows, gains.columns))
         unit = unit_gain(values, rows, columns, gains.ok)
         return FactoredUpdate(values, unit if share is None else unit * share.sqrt(), columns)
+
+
+def transform(
+    pairs: Sequence[tuple[Direction | None, Tensor]],
+    dtype: torch.dtype,
+    squares: list[Tensor] | None = None,
+) -> list[Tensor]:
+    """Transform matrices by their directions, those of the same direction together.
+
+    Args:
+        pairs: directions and gradients or moments, see `Direction.values`; without a direction,
+            these are unchanged.
+        dtype: dtype of matrix products.
+        squares: sum of squares of each matrix, if they are moments.
+    """
+    values = [matrix for _, matrix in pairs]
+    for direction in dict.fromkeys(one for one, _ in pairs if one is not None):
+        places = [i for i, (other, _) in enumerate(pairs) if other is direction]
+        sums = None if squares is None else [squares[i] for i in places]
+        transformed = direction.values_of([pairs[i][1] for i in places], dtype, sums)
+        for i, part in zip(places, transformed, strict=True):
+            values[i] = part
+    return values

@@ -120,7 +120,7 @@ class SharedUpdater:
         self.tensors = self.updates.tensors
         self.num_weights = self.updates.num_weights
         self.device = self.updates.device
-        self._seed = self.updates.seed ^ WIRE_SEED
+        self._seed = self.updates.controls.seed ^ WIRE_SEED
         self._parameters = torch.empty(0, dtype=torch.int64, device=self.device)
         self._fall = torch.zeros(1, dtype=torch.int8, device=self.device)
         """1 in steps in which exponents may fall, else 0."""
@@ -243,7 +243,8 @@ class SharedUpdater:
             self.group.received = 0
             self.updates.begin_micro(0)
         self.last = micro == len(self.local) - 1
-        self.keys = stream_keys(self._seed, self._ticks[micro], len(self.updates.keys), 1)
+        matrices = self.updates.controls.num_matrices
+        self.keys = stream_keys(self._seed, self._ticks[micro], matrices, 1)
 
     @torch.no_grad()
     def __call__(
