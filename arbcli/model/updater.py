@@ -13,8 +13,9 @@ The path of a gradient, in the order of a step:
 4. `finish` ends the step.
 
 Other files have what most runs do without: `moment_boosts.py` several micro-batches,
-`routed_slopes.py` scales that only some losses step, `averages.py` averages of weights.
-The subclass `ModuleUpdater` is for modules of other libraries.
+`routed_slopes.py` scales that only some losses step, `averages.py` averages of weights. Two
+subclasses prepare gradients in another way: `SharedUpdater` in several processes, `ModuleUpdater`
+in modules of other libraries.
 
 From the direction on, which kernels compute in int32 fixed point, all arithmetic is on integers, so
 that all backends agree bitwise. The gradient is read in several passes. The only other tensor of a
@@ -335,18 +336,18 @@ class Updater:
             for part in parts:
                 part()
 
-    def finish(self, maximum: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
-        """Finish a step: average the weights, and count it if a gradient was not finite.
-
-        Args:
-            maximum: maximum of an integer tensor over all processes.
-        """
+    def finish(self) -> None:
+        """Finish a step: average the weights, and count it if a gradient was not finite."""
         self.step_held()
         if self.controls.horizon:
             self._average_weights()
         if self._routed:
             self._routed.clear()
-        self._nonfinite_steps += maximum(self.controls.nonfinite)
+        self._nonfinite_steps += self._largest(self.controls.nonfinite)
+
+    def _largest(self, flag: Tensor) -> Tensor:
+        """Return the maximum of an integer tensor over all processes."""
+        return flag
 
     @torch.no_grad()
     def _average_weights(self) -> None:

@@ -13,7 +13,6 @@ from arbcli.training.parallel.group import Group
 if TYPE_CHECKING:
     from arbcli.training.dropout import DropoutKeys
     from arbcli.training.float_optimizer import FloatOptimizer
-    from arbcli.training.parallel.shared_updater import SharedUpdater
 
 
 def minimised(parts: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
@@ -40,7 +39,7 @@ class TrainingStep:
     def __init__(
         self,
         model: LanguageModel,
-        updates: "Updater | SharedUpdater | FloatOptimizer",
+        updates: "Updater | FloatOptimizer",
         accumulation: int,
         group: Group,
     ) -> None:

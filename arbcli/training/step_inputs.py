@@ -1,7 +1,6 @@
 """Inputs of steps on a GPU: windows, and parameters of updates, in a single copy per step."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,9 +8,6 @@ from torch import Tensor
 from arbcli.config.training import TrainConfig
 from arbcli.model.updater import Updater
 from arbcli.training.schedule import learning_rate
-
-if TYPE_CHECKING:
-    from arbcli.training.parallel.shared_updater import SharedUpdater
 
 STEPS_AHEAD = 32
 """Maximum number of steps whose parameters are computed together."""
@@ -28,9 +24,7 @@ class StepInputs:
         updater: updater whose parameters are copied with the windows; None for windows only.
     """
 
-    def __init__(
-        self, config: TrainConfig, device: torch.device, updater: "Updater | SharedUpdater | None"
-    ) -> None:
+    def __init__(self, config: TrainConfig, device: torch.device, updater: Updater | None) -> None:
         self.updater, self._config, self._device = updater, config, device
         self._pinned: dict[int, tuple[Tensor, Tensor]] = {}
         """Inputs of the next steps in pinned memory, and the part of them that holds windows.

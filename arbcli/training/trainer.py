@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
@@ -39,7 +39,7 @@ from arbcli.model.checkpoint import (
     tensor_digest,
 )
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.packed import StreamedTensor, TernaryTensor
+from arbcli.model.packed import StreamedTensor
 from arbcli.model.rules import stage_rule
 from arbcli.model.updater import HELD_BYTES, Updater
 from arbcli.training.parallel.group import Group
@@ -149,7 +149,7 @@ class Trainer:
         """Whether the state is consistent; False after an error within a step."""
         self.loss_parts: dict[str, Tensor] = {}
         """Terms of the last step's loss, float32 scalars by name."""
-        self.updater: Updater | SharedUpdater | None = None
+        self.updater: Updater | None = None
         self.shared: SharedUpdater | None = None
         """The updater, if gradients are reduced as integers."""
         self.optimizer: FloatOptimizer | None = None
@@ -163,14 +163,11 @@ class Trainer:
                     tensors, config.seed, dtype, HELD_BYTES, config.decay, config.weight_average
                 )
             else:
-                self.model.declare_wire()
-                self.updater = self.shared = self._new_shared_updater(
-                    tensors, dtype, config.reduce_dtype
-                )
+                self.updater = self.shared = self._new_shared_updater()
             for tensor in tensors:
                 if isinstance(tensor, StreamedTensor):
                     tensor.sink = self.updater
-            self._updates: Updater | SharedUpdater | FloatOptimizer = self.updater
+            self._updates: Updater | FloatOptimizer = self.updater
         else:
             self._updates = self.optimizer = self._new_float_optimizer(compiled)
         self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
@@ -215,7 +212,7 @@ class Trainer:
         self._step_inputs: StepInputs | None = None
         """Copies windows, and parameters of updates, to a GPU; None on other devices."""
         if self.device.type == "cuda":
-            self._step_inputs = self._new_step_inputs(self.updater)
+            self._step_inputs = self._new_step_inputs()
         self._measured = False
         """Whether the quantisation scales of gradients are known."""
         self._counts: list[int] | None = None
@@ -226,29 +223,17 @@ class Trainer:
 
     # alternatives to a dense run in one process are imported on use
 
-    def _new_shared_updater(
-        self, tensors: Collection[TernaryTensor], dtype: torch.dtype, reduce_dtype: str
-    ) -> "SharedUpdater":
+    def _new_shared_updater(self) -> "SharedUpdater":
         from arbcli.training.parallel.shared_updater import SharedUpdater
 
-        config = self.config
-        shared = SharedUpdater(
-            tensors,
-            config.seed,
-            dtype,
-            reduce_dtype,
-            config.accum,
-            self.group,
-            config.decay,
-            config.weight_average,
-        )
-        shared.release()
-        return shared
+        self.model.declare_wire()
+        tensors, dtype = self.model.packed_tensors().values(), COMPUTE[self.config.compute]
+        return SharedUpdater(tensors, self.config, dtype, self.group)
 
-    def _new_step_inputs(self, updater: "Updater | SharedUpdater | None") -> "StepInputs":
+    def _new_step_inputs(self) -> "StepInputs":
         from arbcli.training.step_inputs import StepInputs
 
-        return StepInputs(self.config, self.device, updater)
+        return StepInputs(self.config, self.device, self.updater)
 
     def _new_float_optimizer(self, compiled: bool) -> "FloatOptimizer":
         from arbcli.training.float_optimizer import FloatOptimizer

@@ -17,6 +17,7 @@ from arbcli.base.errors import ArbError
 from arbcli.data.opening import open_texts
 from arbcli.data.text import num_evaluation_batches
 from arbcli.model.operations import step_operations
+from arbcli.model.updater import Updater
 from arbcli.training import loop, recorder, saving, schedule
 from arbcli.training import run as runs
 from arbcli.training import trainer as training
@@ -250,7 +251,7 @@ def test_counters_that_are_added_up_go_on_in_one_process_alone(rank, options):
     shared.group = Group(rank, 2)
     shared.group.sum = lambda tensor: tensor + 1000 * rank  # of the other process
     shared.restore({"refused": 5, "nonfinite_steps": 2})
-    assert shared.updates.counters() == {"refused": 0 if rank else 5, "nonfinite_steps": 2}
+    assert Updater.counters(shared) == {"refused": 0 if rank else 5, "nonfinite_steps": 2}
     assert shared.counters() == {"refused": 1000 if rank else 5, "nonfinite_steps": 2}
     shared.received = 4 * shared.num_weights
     assert shared.bytes_a_weight() == 2  # of two processes

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.training import MOST_FINELY_SUMMED
+from arbcli.config.training import MOST_FINELY_SUMMED, TrainConfig
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
 from arbcli.kernels.runtime.arguments import TensorOptions
@@ -21,7 +21,6 @@ from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.kernels.update.sum_gradients import sum_gradients
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
-from arbcli.model.step_parameters import loaded
 from arbcli.model.updater import HELD_BYTES, Updater
 from arbcli.training.parallel.group import Group, PendingTensor
 from arbcli.training.parallel.owners import (
@@ -78,22 +77,22 @@ def sums_for(limit: int, local: int, micro_batches: int) -> Sums:
     raise ValueError(f"{micro_batches} parts of {limit} are too many to add up")
 
 
-class SharedUpdater:
+class SharedUpdater(Updater):
     """Steps the weights of a model by the gradients of all processes, as the `sink` of its tensors.
+
+    It sums gradients and passes the sums of owned tensors to `Updater`, as a single micro-batch.
 
     Args:
         tensors: the packed tensors of the model, always in the same order, after `declare_wire`.
-        seed: seed of the stochastic rounding, 0..2**31-1.
+        config: configuration of the run.
         dtype: dtype of the Newton-Schulz products.
-        reduce_dtype: integer format of gradients, one of `REDUCE_DTYPES`.
-        micro_batches: number of micro-batches in a step, over all processes.
         group: the processes of the run.
-        weight_decay: weight decay, multiplied by the learning rate.
-        horizon: time constant of the weights' averages in steps; 0 if there are none.
+
+    Raises:
+        ValueError: `config` has no `reduce_dtype`.
     """
 
-    weighs_micro_batches = True
-    """See `Updater.weighs_micro_batches`."""
+    takes_signs = False
     normalises = False
     """Factors of a loss weigh its micro-batch: gradients are summed before they are normalised."""
     counts_rows = True
@@ -102,26 +101,23 @@ class SharedUpdater:
     def __init__(
         self,
         tensors: Iterable[TernaryTensor],
-        seed: int,
+        config: TrainConfig,
         dtype: torch.dtype,
-        reduce_dtype: str,
-        micro_batches: int,
         group: Group,
-        weight_decay: float = 0.0,
-        horizon: int = 0,
     ) -> None:
         held_bytes = HELD_BYTES if group.size == 1 else 0  # others wait for each tensor
-        self.updates = Updater(tensors, seed, dtype, held_bytes, weight_decay, horizon)
-        self.group, self.micro_batches, self.dtype = group, micro_batches, dtype
-        self.local = group.local(micro_batches)
-        self.limit = part_limit(reduce_dtype, micro_batches)
-        self.headroom = HEADROOM[reduce_dtype]
-        self.sums = sums_for(self.limit, len(self.local), micro_batches)
-        self.tensors = self.updates.tensors
-        self.num_weights = self.updates.num_weights
-        self.device = self.updates.device
-        self._seed = self.updates.controls.seed ^ WIRE_SEED
-        self._parameters = torch.empty(0, dtype=torch.int64, device=self.device)
+        super().__init__(
+            tensors, config.seed, dtype, held_bytes, config.decay, config.weight_average
+        )
+        if config.reduce_dtype is None:
+            raise ValueError("gradients can only be summed in integers, and `reduce_dtype` is None")
+        self.group, self.micro_batches = group, config.accum
+        """Processes of the run, and number of micro-batches in a step of all of them."""
+        self.local = group.local(config.accum)
+        self.limit = part_limit(config.reduce_dtype, config.accum)
+        self.headroom = HEADROOM[config.reduce_dtype]
+        self.sums = sums_for(self.limit, len(self.local), config.accum)
+        self._seed = self.controls.seed ^ WIRE_SEED
         self._fall = torch.zeros(1, dtype=torch.int8, device=self.device)
         """1 in steps in which exponents may fall, else 0."""
         self.owners = assign_owners(self.tensors, group.size)
@@ -140,6 +136,7 @@ class SharedUpdater:
         }
         """Shapes and dtypes of the buffers that are only valid in the owner, by tensor and name."""
         self._forget()
+        self._release()
 
     def _forget(self) -> None:
         """Reset the state of a step."""
@@ -153,7 +150,7 @@ class SharedUpdater:
         self._down: deque[tuple[Bucket, list[tuple[int, PendingTensor]]]] = deque()
         self._measured: dict[int, Tensor] | None = None
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Free the buffers that only other owners need."""
         for tensor in self.tensors:
             if self.owners[id(tensor)] != self.group.rank:
@@ -197,26 +194,11 @@ class SharedUpdater:
 
     # a step
 
-    def set_step(
-        self, step: int, lr: float, accumulation: int = 1, counts: Sequence[int] | None = None
-    ) -> None:
-        """Write the parameters of a step to the device.
-
-        Args:
-            step: number of the step, from 0.
-            lr: learning rate.
-            accumulation: not used, as all micro-batches are summed first.
-            counts: not used, as factors of losses weigh micro-batches.
-        """
-        parameters = self.step_parameters(range(step, step + 1), [lr], accumulation)[0]
-        self._parameters = loaded(parameters, self._parameters)
-        self.begin_step(self._parameters, accumulation)
-
     def begin_step(self, parameters: Tensor, accumulation: int) -> None:
         """Begin a step: see `Updater.begin_step`."""
         ticks = (len(self.local) + 1) // 2
         inner, numbers, fall = parameters.split([len(parameters) - ticks - 1, ticks, 1])
-        self.updates.begin_step(inner, 1)
+        super().begin_step(inner, 1)
         self._ticks, self._fall = numbers.view(torch.int32), fall.view(torch.int8)[:1]
 
     def step_parameters(
@@ -226,7 +208,14 @@ class SharedUpdater:
         accumulation: int,
         counts: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the parameters of consecutive steps: see `Updater.step_parameters`."""
+        """Return the parameters of consecutive steps: see `Updater.step_parameters`.
+
+        Args:
+            steps: numbers of the steps.
+            rates: their learning rates.
+            accumulation: not used, as all micro-batches are summed first.
+            counts: not used, as factors of losses weigh micro-batches.
+        """
         numbers = torch.arange(steps.start, steps.stop, device="cpu")[:, None]
         local = torch.arange(self.local.start, self.local.stop, device="cpu")
         size = (len(local) + 1) // 2 + 1
@@ -234,20 +223,20 @@ class SharedUpdater:
         outer.view(torch.int32)[:, : len(local)] = numbers * self.micro_batches + local
         falls = numbers % STEPS_OF_AN_OCTAVE == STEPS_OF_AN_OCTAVE - 1
         outer[:, -1:].view(torch.int8)[:, :1] = falls
-        return torch.cat([self.updates.step_parameters(steps, rates, 1), outer], dim=1)
+        return torch.cat([super().step_parameters(steps, rates, 1), outer], dim=1)
 
     def begin_micro(self, micro: int) -> None:
         """Prepare for the backward of the process's micro-batch `micro`, from 0."""
         if micro == 0:
             self._forget()
             self.group.received = 0
-            self.updates.begin_micro(0)
+            super().begin_micro(0)
         self.last = micro == len(self.local) - 1
-        matrices = self.updates.controls.num_matrices
-        self.keys = stream_keys(self._seed, self._ticks[micro], matrices, 1)
+        tick = self._ticks[micro]
+        self._keys = stream_keys(self._seed, tick, self.controls.num_matrices, 1)
 
     @torch.no_grad()
-    def __call__(
+    def __call__(  # type: ignore[override]  # it takes no signs
         self, tensor: TernaryTensor, grad: Tensor, where: "range | TouchedRows | None" = None
     ) -> None:
         """Quantise a gradient, and send the bucket once it is complete.
@@ -288,12 +277,15 @@ class SharedUpdater:
             self._complete()
         while self._down:
             self._receive()
-        self.updates.finish(self.group.largest)
+        super().finish()
         self._forget()
         self.received = self.group.received
 
+    def _largest(self, flag: Tensor) -> Tensor:
+        return self.group.largest(flag)
+
     def _key(self, tensor: TernaryTensor, matrix: int) -> Tensor:
-        return self.keys[self.updates.index_of(tensor) + matrix, 0]
+        return self._keys[self.index_of(tensor) + matrix, 0]
 
     def _own_sums(self, bucket: Bucket, member: Member) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the buffers of a tensor's sums in this process: see `_read_sums`."""
@@ -381,9 +373,9 @@ class SharedUpdater:
         exponent = tensor.wire_exponent[member.rows, 0]
         grad = sum_gradients(sums, low, exponent, fitting, block_of(tensor.in_features), self.dtype)
         if tensor.matrices == 1:
-            self.updates(tensor, grad)
+            super().__call__(tensor, grad)
         else:
-            self.updates(tensor, grad.unflatten(0, (len(matrices), -1)), matrices)
+            super().__call__(tensor, grad.unflatten(0, (len(matrices), -1)), matrices)
         exponent.copy_(next_exponents(exponent, fitting.amax(dim=0), self._fall, self.headroom))
 
     def _copy(self, bucket: Bucket, owner: int, message: Tensor, *, into: bool) -> None:
@@ -476,7 +468,7 @@ class SharedUpdater:
         tokens = torch.arange(len(ids), device=ids.device)
         values = sums.view(-1, columns).to(self.dtype)  # which has all of an int8
         grad = weighted_rows_grad(values, weights, tokens, touched, torch.float32)
-        self.updates(tensor, grad, touched)
+        super().__call__(tensor, grad, touched)
         if isinstance(tensor, TableWeight):
             tensor.count_use(touched.rows)
         return touched.rows
@@ -551,19 +543,9 @@ class SharedUpdater:
 
     # what is counted
 
-    @property
-    def flips(self) -> Tensor:
-        """Number of trits changed in this process's tensors: see `Updater.flips`."""
-        return self.updates.flips
-
-    @property
-    def nonfinite_steps(self) -> int:
-        """Number of steps, the same in all processes: see `Updater.nonfinite_steps`."""
-        return self.updates.nonfinite_steps
-
     def counters(self) -> dict[str, int]:
         """Return the counters of all processes: see `Updater.counters`."""
-        counters = self.updates.counters()
+        counters = super().counters()
         refused = torch.tensor([counters["refused"]], device=self.device)
         return counters | {"refused": int(self.group.sum(refused))}
 
@@ -573,7 +555,7 @@ class SharedUpdater:
         Raises:
             ArbError: the names of the counters differ.
         """
-        self.updates.restore(counters if self.group.first else counters | {"refused": 0})
+        super().restore(counters if self.group.first else counters | {"refused": 0})
 
     def bytes_a_weight(self) -> float:
         """Return the mean number of bytes per weight that a process received in the last step."""
