@@ -30,6 +30,7 @@ from arbcli.model.optimizers.orthogonal import approximate_polar
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import DIRECTION, RULES, moment
 from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX, blend_gains
+from arbcli.model.step_controls import StepControls
 from arbcli.model.step_parameters import ROW_CLIP
 from arbcli.model.updater import Updater
 from arbcli.nn.updater import ModuleUpdater
@@ -117,10 +118,10 @@ def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulati
 def test_no_random_stream_of_a_step_has_the_key_of_another(rule, monkeypatch):
     """Of all matrices and of their averages."""
     tensors = [build(rule, DIRECTION[rule], "cpu")[0] for _ in range(3)]
-    updater, control_of, keys = updater_of(*tensors), Updater._control_of, []
+    updater, select, keys = updater_of(*tensors), StepControls.select, []
 
-    def controlled(self, target):
-        control = control_of(self, target)
+    def controlled(*arguments):
+        control = select(*arguments)
         keys.extend(map(int, control.keys))
         return control
 
@@ -128,7 +129,7 @@ def test_no_random_stream_of_a_step_has_the_key_of_another(rule, monkeypatch):
         keys.extend(int(key_of(tensor)) for tensor in tensors)
         return []
 
-    monkeypatch.setattr(Updater, "_control_of", controlled)
+    monkeypatch.setattr(StepControls, "select", controlled)
     monkeypatch.setattr("arbcli.model.averages.move_averages", move)
     updater.begin(0, lr=1.0)
     for tensor in tensors:
