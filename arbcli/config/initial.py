@@ -31,7 +31,8 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
     Raises:
         ArbError: another setting differs, or `digits` would change the weights' values.
     """
-    free = {name: getattr(saved, name) for name in (*FREE, *SYMBOL_DIRECTIONS)}
+    symbols = ("symbol_digits",) if saved.digits == "all" else ()
+    free = {name: getattr(saved, name) for name in (*FREE, *SYMBOL_DIRECTIONS, *symbols)}
     fields, saved_fields = map(dataclasses.asdict, (dataclasses.replace(model, **free), saved))
     if difference := first_difference(fields, saved_fields):
         name, ours, theirs = difference

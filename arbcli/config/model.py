@@ -6,7 +6,7 @@ and `after`, which decode them. The last stage is the innermost, and has `blocks
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from arbcli.base.environment import BASELINES
@@ -292,6 +292,9 @@ class ModelConfig:
     """Direction of the embedding; None is `direction`."""
     head_direction: str | None = None
     """Direction of the linear head; None is `direction`."""
+    symbol_digits: str | None = None
+    """`all` to multiply by all digits of the embedding and the head, when other weights are
+    ternary; None is `digits`."""
 
     def __post_init__(self) -> None:
         """Check types, sizes and names, and that each part is valid for its spec.
@@ -399,6 +402,14 @@ class ModelConfig:
                 "the rule `votes` has no learning rate, and cannot be combined with another rule",
                 f"use it for the whole model, or choose among: {', '.join(WITH_DIGITS)}",
             )
+        if self.symbol_digits is not None:
+            settings.check_choice("symbol_digits", self.symbol_digits, ("all",))
+            if self.rule not in WITH_DIGITS or not rules or self.composite:
+                raise setting_error(
+                    "`symbol_digits` needs an embedding and a linear head that store digits below"
+                    " the trit",
+                    f"leave it out, or use a rule of: {', '.join(WITH_DIGITS)}",
+                )
         self._check_fixes()
 
     def _check_fixes(self) -> None:
@@ -566,6 +577,16 @@ class ModelConfig:
             causal=not self.is_masked,
             **{name: getattr(self, name) for name in OF_LAYERS},
         )
+
+    def symbol_spec(self, direction: str | None) -> LayerSpec:
+        """Return the spec of the embedding or the head.
+
+        Args:
+            direction: direction of its steps; None is that of the model.
+        """
+        spec = self.layer_spec()
+        digits = self.symbol_digits or spec.digits
+        return replace(spec, direction=direction or spec.direction, digits=digits)
 
     def blocks(self) -> Iterator[tuple[LayerSpec, BlockConfig]]:
         """Yield the blocks of all stages with their specs."""

@@ -187,6 +187,8 @@ class TernaryTensor(StateModule, Weight):
         """Number of steps launched by Python; steps in CUDA graphs are not counted."""
         self.group_size = spec.group_size
         self.rule = find_rule(spec.rule, "trit" if frozen else spec.digits, spec.votes_fixes)
+        self.fades = spec.digits not in ("trit", "all")
+        """Whether its weights fade from all digits to the trit in the course of a run."""
         self.reads_digits = self.rule.reads_all
         """Whether forward passes read the remainder; fading weights do so until they have faded."""
         name = direction or spec.direction

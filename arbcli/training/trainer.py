@@ -450,7 +450,8 @@ class Trainer:
         self.digits = stage
         assert self.updater is not None
         for tensor in self.updater.tensors:
-            tensor.rule = stage_rule(tensor.rule.name, stage)
+            if tensor.fades:
+                tensor.rule = stage_rule(tensor.rule.name, stage)
         if self._capture_at is not None:  # the graph reads weights in the form of the last stage
             self.release_graph()
             self._capture_at = self.step + EAGER_STEPS

@@ -79,6 +79,10 @@ def test_smallest_type_is_that_of_groups_and_digits(scale_type, of_trits, of_dig
     for digits, name in (("trit", of_trits), ("all", of_digits)):
         config = preset("tiny", scale_type=scale_type, digits=digits)
         assert gguf.smallest_type(config).name == name
+    model = build_model(replace(config, digits="trit", symbol_digits="all"))
+    tensors = model.embedding.weight, model.head.weight, model.blocks[0].mlp.output.weight
+    names = [gguf.smallest_type(model.config, tensor).name for tensor in tensors]
+    assert names == [of_digits, of_digits, of_trits]
 
 
 def test_every_key_has_its_value(saved, tmp_path):

@@ -57,7 +57,11 @@ CONFIGS = {
     "hnet": hnet(**TWO_STAGES),
     "words": words(),
     "compressed": compressed(**POOLED),
-    "mixed": replace(MIXED, stages=(replace(MIXED.outer[0], chunking=EVERY), MIXED.main)),
+    "mixed": replace(
+        MIXED,
+        stages=(replace(MIXED.outer[0], chunking=EVERY), MIXED.main),
+        symbol_digits="all",
+    ),
     "grouped": replace(MODELS["grouped"], tied=True, digits="all", rule="nibble"),
     "composite": MODELS["composite"],
 }

@@ -116,6 +116,16 @@ def test_checkpoints_of_the_middle_are_read_and_not_exported(text, faded, tmp_pa
         new_config(preset=saved_config(load_checkpoint(middle)))
 
 
+def test_embedding_and_head_may_keep_all_digits(tmp_path):
+    model = load_model(
+        train(tmp_path, b"ternary weights. " * 100, **SMALL, fields={"symbol_digits": "all"})
+    )
+    assert model.config.digits == "trit"
+    symbols = model.embedding.weight, model.head.weight
+    assert all(weight.packed.remainder is not None for weight in symbols)
+    assert model.blocks[0].mlp.output.weight.packed.remainder is None
+
+
 def test_rate_grows_to_that_of_the_trit_while_weights_fade():
     config = new_config(**SMALL | {"rule": "moment", "schedule": "constant", "warmup": 0})
     growth = find_rule("moment", "all").fade_growth

@@ -38,6 +38,7 @@ from arbcli.interop.huggingface.companions import companions_of, tokenizer_of
 from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.model.baselines import FloatWeight
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import rotary_rates
 from arbcli.model.packed import TernaryTensor
@@ -83,15 +84,20 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
         )
     chosen = TYPES[kind] if kind else smallest_type(model.config)
     model_sources = list(dense.sources(model))
-    entries = [_entry(part, chosen) for source in model_sources for part in source.parts]
+    types = [
+        TYPES[kind] if kind else smallest_type(model.config, source.tensor)
+        for source in model_sources
+    ]
+    pairs = list(zip(model_sources, types, strict=True))
+    entries = [_entry(part, type) for source, type in pairs for part in source.parts]
     keys = _keys(model.config, name, weights, architecture) | tokens
     divisors = _divisors(model.config)
     if divisors is not None:
         entries.append(container.Entry("rope_freqs.weight", tuple(divisors.shape), F32))
 
     def parts() -> Iterator[Tensor]:
-        for source in model_sources:
-            yield from _encoded(source, chosen, _order(source, model.config, architecture))
+        for source, type in pairs:
+            yield from _encoded(source, type, _order(source, model.config, architecture))
         if divisors is not None:
             yield encode_numbers("rope_freqs.weight", divisors, F32)
 
@@ -165,12 +171,19 @@ def _order(
     return orders
 
 
-def smallest_type(config: ModelConfig) -> BlockType:
-    """Choose the smallest type that represents a model's weights; float32 for a baseline."""
+def smallest_type(
+    config: ModelConfig, tensor: TernaryTensor | FloatWeight | None = None
+) -> BlockType:
+    """Choose the smallest type for a tensor of a model, or for its blocks; float32 for a baseline.
+
+    All digits of the embedding and the head of a ternary model have another type than its blocks.
+    """
     if config.weights != "ternary":
         return F32
     trit_type = TYPE_OF_GROUP_SIZE.get(config.group_size, BF16)
-    return trit_type if config.digits == "trit" or trit_type is BF16 else Q8_0
+    reads_all = isinstance(tensor, TernaryTensor) and tensor.reads_digits
+    is_ternary = config.digits == "trit" and not reads_all
+    return trit_type if is_ternary or trit_type is BF16 else Q8_0
 
 
 def check_model(model: LanguageModel) -> None:

@@ -41,6 +41,8 @@ def model_card(weights: Weights, name: str, *, packed: bool = False) -> str:
     is_ternary = not is_float and (config.digits == "trit" or is_bitnet)
     of = "-1, 0 or +1" if is_ternary else "an integer of one byte"
     of += " (in the embedding, an integer of one byte)" if is_bitnet else ""
+    if is_ternary and config.symbol_digits:
+        of += " (in the embedding and the head, an integer of one byte)"
     each = f"each {of} times a scale of {config.group_size}"
     reads_bytes = config.vocabulary == VOCABULARY
     units = "bytes" if reads_bytes else "tokens"

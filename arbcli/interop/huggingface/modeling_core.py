@@ -78,10 +78,10 @@ class Packed(nn.Module):
     exponent: Tensor
     fraction: Tensor
 
-    def __init__(self, rows: int, columns: int, spec: PartSpec) -> None:
+    def __init__(self, rows: int, columns: int, spec: PartSpec, storage: str | None = None) -> None:
         super().__init__()
         self.columns, self.group_size = columns, spec.config.group_size
-        if spec.config.storage == "trits":
+        if (storage or spec.config.storage) == "trits":
             blocks, rest = divmod(columns, TRITS * PLANE)
             width = blocks * PLANE + -(-rest // TRITS)
             self.register_buffer("trits", torch.empty(rows, width, dtype=torch.uint8))
@@ -367,7 +367,7 @@ class PlainModel(nn.Module):
         *outer, main = model["stages"]
         specs = [PartSpec(of["dim"], of["ctx"], config, parts, causal) for of in model["stages"]]
         first, last = specs[0], specs[-1]
-        self.embedding = Packed(config.symbols, first.dim, first)
+        self.embedding = Packed(config.symbols, first.dim, first, config.symbol_storage)
         self.beside = [part["kind"] for part in model["beside"]]
         for part in model["beside"]:
             self.add_module(part["kind"], parts[part["kind"]](part, first))
@@ -386,7 +386,7 @@ class PlainModel(nn.Module):
         if model["composite"]:
             self.head = parts["composite"](first)
         elif not model["tied"]:
-            self.head = Packed(config.vocab_size, first.dim, first)
+            self.head = Packed(config.vocab_size, first.dim, first, config.symbol_storage)
 
     def read(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute logits of each next symbol, (T, V), from a text, (T,) int64."""

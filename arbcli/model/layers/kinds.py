@@ -1,7 +1,6 @@
 """The table of layers for each kind of weights: packed, or float for baselines."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -91,16 +90,14 @@ def stream_norm(spec: LayerSpec, *, rounded: bool = False) -> nn.Module:
 
 def symbol_embedding(config: "ModelConfig") -> nn.Module:
     """Build the embedding of bytes or tokens."""
-    spec = config.layer_spec()
-    spec = replace(spec, direction=config.embedding_direction or spec.direction)
+    spec = config.symbol_spec(config.embedding_direction)
     kind = layers_for(spec).embedding
     return kind(config.symbols, spec.dim, spec, area="embedding", tied=config.tied)
 
 
 def symbol_head(config: "ModelConfig", embedding: Any) -> Any:
     """Build the head, a linear layer that is never multiplied in eight bits."""
-    spec, ternary = config.layer_spec(), config.weights == "ternary"
-    spec = replace(spec, direction=config.head_direction or spec.direction)
+    spec, ternary = config.symbol_spec(config.head_direction), config.weights == "ternary"
     if config.tied and ternary:
         return imported("arbcli.model.layers.symbols:TiedHead")(embedding.weight)
     if ternary and is_chunked(config.vocabulary):
