@@ -73,11 +73,11 @@ class Checks:
 
     @property
     def byte(self) -> Tensor:
-        """The last byte of the text, a tensor of one element."""
+        """The last byte of the text, a view of shape (1,) int64."""
         return self._ids[0, :1]
 
     def begin(self, byte: Tensor) -> None:
-        """Start after the last byte of the text, which the cache has not read yet."""
+        """Start after the last byte of the text, (1, 1) int64, which the cache has not read yet."""
         self.byte.copy_(byte.flatten())
         numbers = torch.arange(self.size, dtype=torch.int32, device=byte.device)
         self._positions.copy_(self._cache.position + numbers)

@@ -153,7 +153,7 @@ _keys_of_choices = operator(_KeysOfChoices)
 def choose_entries(
     q: Tensor, w: Tensor, k: Tensor, first: int, max_entries: int, top_k: int
 ) -> Tensor:
-    """Select the entries with the largest scores: see the kernel `choose_entries`."""
+    """Select entries by their scores, (B, N, k) int32: see the kernel `choose_entries`."""
     return choose_by_scores(q, w, k, first, max_entries, top_k)
 
 
@@ -185,7 +185,10 @@ class Indexer(nn.Module, LowPrecision):
         return False
 
     def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the angles of `length` positions, by which half of a head is rotated."""
+        """Return cosines and sines of `length` positions, (length, width / 2) float32 each.
+
+        Half of a head is rotated; the other angles are 0.
+        """
         return rotary_table(length, self.width, device, self.width // 2)
 
     def queries(
@@ -269,12 +272,18 @@ class Indexer(nn.Module, LowPrecision):
 
 
 def rotated(x: Tensor, angles: Angles) -> Tensor:
-    """Normalise the last dimension and rotate it; in the dtype of x."""
+    """Normalise vectors (..., d) and rotate them by broadcast angles, in the dtype of x."""
     return rotate(unit_rms(x.float()), *angles).to(x.dtype)
 
 
 def takes_all(chosen: Tensor | None, number: int, sight: Sight) -> bool:
-    """Return whether all entries are selected, so that the indexer makes no difference."""
+    """Return whether all entries are selected, so that the indexer makes no difference.
+
+    Args:
+        chosen: (B, N, k) selected entries; None, without an indexer, gives False.
+        number: E, the number of entries.
+        sight: positions and entries that a byte attends to.
+    """
     return chosen is not None and chosen.shape[-1] >= number <= sight.max_entries
 
 
@@ -425,7 +434,7 @@ class CompressedAttention(CachedAttention):
         return (q, w, k), chosen
 
     def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the angles of `length` positions."""
+        """Return cosines and sines of `length` positions, (length, d / 2) float32 each."""
         return rotary_table(length, self.width, device, self.rotated)
 
     def place_recent(self, recent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

@@ -13,7 +13,18 @@ if TYPE_CHECKING:
 
 
 def limit(model: "Reference", name: str, part: Indexer, products: Tensor, sees: Tensor) -> Tensor:
-    """Limit products to those above 0 in the model, as a rounding may change a sign."""
+    """Limit products to those above 0 in the model, as a rounding may change a sign.
+
+    Args:
+        model: the reference.
+        name: name of the indexer in the model.
+        part: the indexer.
+        products: (N, heads, N) float64.
+        sees: (N, N) bool mask of the entries that each group sees.
+
+    Returns:
+        (N, heads, N) float64.
+    """
     model_choice, exact = model.model_choice(name), Indexer.limit(part, products, sees)
     if model_choice is None:
         return exact
@@ -26,7 +37,18 @@ def limit(model: "Reference", name: str, part: Indexer, products: Tensor, sees: 
 def choose_entries(
     model: "Reference", name: str, part: Indexer, scores: Tensor, sees: Tensor
 ) -> Tensor:
-    """Adopt the entries that the model chose, and judge them: `Indexer.choose`."""
+    """Adopt the entries that the model chose, and judge them: `Indexer.choose`.
+
+    Args:
+        model: the reference.
+        name: name of the indexer in the model.
+        part: the indexer.
+        scores: (N, N) float64.
+        sees: (N, N) bool mask of the entries that each group sees.
+
+    Returns:
+        (N, N) bool mask of the chosen entries.
+    """
     model_choice, chosen = model.model_choice(name), Indexer.choose(part, scores, sees)
     if model_choice:
         best, chosen = chosen, torch.zeros_like(sees)
@@ -43,9 +65,20 @@ def choose_entries(
 def note_divergences(
     model: "Reference", name: str, part: CompressedAttention, q: Tensor, keys: Tensor, sees: Tensor
 ) -> Tensor:
-    """Compute shares of attention, and note how far each group's are from its scores.
+    """Compute shares of attention, and note the divergence of each group's scores from them.
 
-    A group that its text ends in counts only where the window ends there, too.
+    A group that its text ends in only counts where the window ends there, too.
+
+    Args:
+        model: the reference.
+        name: name of the attention in the model.
+        part: the attention.
+        q: (T, H, d) queries.
+        keys: (N + T, G, d), entries and bytes.
+        sees: (T, N + T) bool mask.
+
+    Returns:
+        (H, T, N + T) float64.
     """
     shares = CompressedAttention.shares(part, q, keys, sees)
     if f"{name}.indexer" not in model.notes:

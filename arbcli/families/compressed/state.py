@@ -229,7 +229,10 @@ class CompressedState(State):
 
     @property
     def exponents(self) -> tuple[Tensor, Tensor] | None:
-        """Exponents of recent bytes and entries, if the cache is in eight bits."""
+        """Exponents of recent bytes, (W, G) int8, and of entries, (slots, G) int8.
+
+        A batch of texts has a batch dimension in front. None if the cache is not in eight bits.
+        """
         recent, entries = self.recent.exponents, self.entries.exponents
         return None if recent is None or entries is None else (recent, entries)
 

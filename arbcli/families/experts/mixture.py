@@ -104,7 +104,7 @@ _dispatch, _combine = operator(_Dispatch), operator(_Combine)
 
 
 def root_softplus(logits: Tensor) -> Tensor:
-    """Compute sqrt(log(1 + exp(z))) for float32 logits."""
+    """Compute sqrt(log(1 + exp(z))) of float32 logits z of any shape."""
     return functional.softplus(logits.clamp(min=LEAST_LOGIT)).sqrt()
 
 
@@ -173,7 +173,7 @@ class Gate(Findable, StepMemory):
 
     @property
     def key_tensor(self) -> Tensor:
-        """The load."""
+        """The load, (E,) int64."""
         return self.load
 
     def join(self, group: Any) -> None:

@@ -11,7 +11,17 @@ if TYPE_CHECKING:
 
 
 def choose_experts(model: "Reference", name: str, gate: Gate, chances: Tensor) -> Tensor:
-    """Adopt the experts that the model chose, and judge them by their chances: `Gate.choose`."""
+    """Adopt the experts that the model chose, and judge them by their scores: `Gate.choose`.
+
+    Args:
+        model: the reference.
+        name: name of the gate in the model.
+        gate: the gate.
+        chances: (T, E) float64 scores.
+
+    Returns:
+        (T, k) int64.
+    """
     model_choice = model.model_choice(name)
     if model_choice is None:
         return Gate.choose(gate, chances)

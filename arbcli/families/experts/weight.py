@@ -102,7 +102,13 @@ class ExpertWeight(StreamedTensor, LowPrecision):
         return y
 
     def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
-        """Compute the gradients of ranges of experts, and pass them to the sink."""
+        """Compute the gradients of ranges of experts, and pass them to the sink.
+
+        Args:
+            sink: consumer of the gradients: (experts, N, K) with their range.
+            sources: slots, (S, K) sorted by expert, and their bounds, (E + 1,) int64, of each use.
+            grad_y: output gradients of all uses, concatenated: (S of all uses, N).
+        """
         x, bounds = sources[0]
         if len(sources) > 1:
             owners_of_each = [

@@ -61,7 +61,7 @@ class Edges(StepMemory):
 
     @torch.no_grad()
     def find(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up edges like `forward`, without votes."""
+        """Look up edges like `forward`, without votes: (M, W) int64 and float32 for (M,) codes."""
         bucket = codes % len(self.source)
         score = self.score[bucket]
         is_edge = (self.source[bucket] == codes[:, None]) & (score > 0)

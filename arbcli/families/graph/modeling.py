@@ -130,7 +130,14 @@ class Quantiser(nn.Module):
         return self.closeness(z).argmax(dim=1)
 
     def closeness(self, z: Tensor) -> Tensor:
-        """Compute the negative squared distances of rounded vectors and codes, exactly."""
+        """Compute the negative squared distances of rounded vectors and codes, exactly.
+
+        Args:
+            z: (T, width).
+
+        Returns:
+            (T, codes) float64, in squared units of 1 / `UNIT`.
+        """
         near, codes = (z.detach() * UNIT).round().clamp(-MOST, MOST).double(), self.codes.double()
         lengths = near.square().sum(dim=1, keepdim=True) + codes.square().sum(dim=1)
         return 2 * near @ codes.T - lengths

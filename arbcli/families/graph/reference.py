@@ -16,7 +16,18 @@ HALT_PRIOR = 0.25
 def choose_rows(
     model: "Reference", name: str, book: Codebook, left: Tensor, right: Tensor
 ) -> Tensor:
-    """Adopt the rows that the model chose, and judge them by all scores: `Codebook.choose`."""
+    """Adopt the rows that the model chose, and judge them by all scores: `Codebook.choose`.
+
+    Args:
+        model: the reference.
+        name: name of the codebook in the model.
+        book: the codebook.
+        left: (T, heads, n) float64, scores of the first halves of keys.
+        right: (T, heads, m) float64, scores of the second halves.
+
+    Returns:
+        (T, heads, k) int64, rows of the table.
+    """
     model_choice = model.model_choice(name)
     if model_choice is None:
         return Codebook.choose(book, left, right)
@@ -27,7 +38,17 @@ def choose_rows(
 
 
 def choose_code(model: "Reference", name: str, book: Quantiser, z: Tensor) -> Tensor:
-    """Adopt the codes that the model chose, and note how far they are: `Quantiser.choose`."""
+    """Adopt the codes that the model chose, and note their distances: `Quantiser.choose`.
+
+    Args:
+        model: the reference.
+        name: name of the quantiser in the model.
+        book: the quantiser.
+        z: (T, width) float64.
+
+    Returns:
+        (T,) int64.
+    """
     model_choice, chosen = model.model_choice(name), Quantiser.choose(book, z)
     if model_choice:
         closeness, chosen = book.closeness(z), model_choice[0][: len(z)].flatten()
@@ -39,7 +60,19 @@ def choose_code(model: "Reference", name: str, book: Quantiser, z: Tensor) -> Te
 def halt(
     model: "Reference", name: str, part: Iterated, index: int, halted: Tensor, chance: Tensor
 ) -> Tensor:
-    """Halt in the iterations in which the model did, and note their cost: `Iterated.halt`."""
+    """Halt in the iterations in which the model did, and note their cost: `Iterated.halt`.
+
+    Args:
+        model: the reference.
+        name: name of the iterated experts in the model.
+        part: the iterated experts.
+        index: number of the iteration.
+        halted: (T,) float64, share of each position that has halted before.
+        chance: (T,) float64, share that halts unless the rest does.
+
+    Returns:
+        (T,) float64, share that halts in this iteration.
+    """
     model_choice, last = model.model_choice(name), index + 1 == len(part.adapters)
     if model_choice is None:
         share = Iterated.halt(part, index, halted, chance)
@@ -59,9 +92,9 @@ def halt(
 
 
 def ponder_costs(shares: Tensor) -> Tensor:
-    """Measure how far (iterations, T) shares are from what is expected, in nats: (T,).
+    """Measure the distance of (iterations, T) shares from the expected ones, in nats: (T,).
 
-    Each iteration ought to halt a quarter of what is left, and the last one all of it.
+    Each iteration ought to halt a quarter of the rest, and the last one all of it.
     """
     cost, left = shares.new_zeros(shares.shape[1]), 1.0
     for index, share in enumerate(shares):

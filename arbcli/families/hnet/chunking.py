@@ -185,7 +185,10 @@ def _sequences(owner: Tensor) -> Tensor:
 
 
 def share_of(p: Tensor) -> Tensor:
-    """Clamp the boundary probability of a chunk's first position away from 0 and 1."""
+    """Clamp probabilities of any shape to `LEAST_SHARE`..1 - `LEAST_SHARE`.
+
+    They are the boundary probabilities of the first positions of chunks.
+    """
     return p.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
 
 

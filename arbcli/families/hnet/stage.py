@@ -182,6 +182,13 @@ class Stage(nn.Module, JoinedStatistics):
         """Encode one position, decide whether it begins a chunk, and prepare the decoder input.
 
         The routing kernel increments the positions of encoder and decoder.
+
+        Args:
+            x: (B, 1, D), the stream.
+            ids: (B, 1) int64, the byte of each text.
+            reading: additional inputs.
+            past: decoding state of this stage, updated in place.
+            fused: whether to use fused kernels.
         """
         x = pass_one(self.encoder, x, past.encoder, reading, fused=fused)
         query_key = self.router.query_key if self.router else None
@@ -196,7 +203,7 @@ class Stage(nn.Module, JoinedStatistics):
         past.begin(x, rows, ids)
 
     def step_inward(self, past: "StageState", *, fused: bool) -> Tensor:
-        """Project a position that begins a chunk to the inner network's width."""
+        """Project a position of each text that begins a chunk to the inner width: (B, 1, D')."""
         if fused:
             return self.inward.fused(past.x, normalise=True)
         return each_text(self.inward, unit_rms(past.x))
@@ -219,7 +226,7 @@ class Stage(nn.Module, JoinedStatistics):
         past.take(z, counted)
 
     def step_up(self, reading: BlockInputs, past: "StageState", *, fused: bool) -> Tensor:
-        """Run the decoder for the position of the last `step_down`."""
+        """Run the decoder for the position of the last `step_down`: (B, 1, D)."""
         x = pass_one(self.decoder, past.y, past.decoder, reading, fused=fused)
         if (
             past.encoder.text_views

@@ -251,7 +251,15 @@ class MambaState(State):
         return y.view(-1, 1, y.shape[-1])
 
     def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
-        """Convolve new positions, (1, T, D), after those in the ring."""
+        """Convolve new positions, (1, T, D), after those in the ring.
+
+        Args:
+            x: the positions.
+            taps: (D, W) float32.
+
+        Returns:
+            (1, T, D).
+        """
         positions = self.clock.position + torch.arange(1 - TAPS, x.shape[1], device=x.device)
         slots = positions % TAPS
         x = torch.cat((self.ring[slots[: TAPS - 1]][None], x), dim=1)
@@ -259,7 +267,17 @@ class MambaState(State):
         return causal_conv(x, taps)[:, TAPS - 1 :]
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        """Run `decay_scan` on new positions from the state, and update the state."""
+        """Run `decay_scan` on new positions from the state, and update the state.
+
+        Args:
+            q: (1, T, N), the same for all heads.
+            k: like q.
+            v: (1, T, H, P).
+            g: (1, T, H) float32, logarithms of decays.
+
+        Returns:
+            (1, T, H, P) float32.
+        """
         q, k = _expand_heads(q, k, v)
         c = running_sum(g).transpose(1, 2)  # (1, H, T)
         end = c[..., -1:]

@@ -90,7 +90,7 @@ class HyperConnection(nn.Module):
         return self.stream_weights(self.projection(x.flatten(1), self.norm), self.bias())
 
     def step_weights(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Compute the weights of a decoding step with a fused product: see `weights`."""
+        """Compute `weights` of a decoding step, from streams (M, n, D), with a fused product."""
         raw, number = self.projection.fused(x.flatten(1), normalise=True), len(x)
         if number > 1:  # pads to a fixed number of positions, so that bits do not depend on it
             raw = functional.pad(raw, (0, 0, 0, max(0, MOST_TEXTS - number)))

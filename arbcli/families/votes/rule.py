@@ -58,12 +58,12 @@ class Votes(Rule):
         }
 
     def start(self, state: State, rows: slice, remainder: Tensor) -> None:
-        """Derive the initial votes of the fix `start` from the remainders, which are random."""
+        """Derive the initial votes of the fix `start` from random remainders, (R, K) int8."""
         if "start" in self.fixes:
             state["votes"][rows] = remainder % (2 * FIRST_VOTES + 1) - FIRST_VOTES
 
     def digits(self, state: State) -> dict[str, tuple[Tensor, int]]:
-        """Return the votes of the weights."""
+        """Return the votes of the weights, (N, K) int8, with their largest magnitude."""
         return {"votes": (state["votes"], 127 if "bound" in self.fixes else THRESHOLD)}
 
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:

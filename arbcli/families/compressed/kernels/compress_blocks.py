@@ -52,7 +52,7 @@ def _compress_blocks_backward_torch(
 
 
 def grad_beta(grad_x: Tensor, beta: Tensor) -> Tensor:
-    """Sum the gate gradients over all blocks."""
+    """Sum the gate gradients of x, (B, T, 3 G d), over all blocks: (G d, m) float32, as `beta`."""
     (width, m), number = beta.shape, grad_x.shape[1] // beta.shape[1]
     grad_gates = grad_x[:, : number * m, 2 * width :].reshape(-1, m, width)
     return grad_gates.sum(dim=0, dtype=torch.float32).T.contiguous()

@@ -67,7 +67,14 @@ class Part(NamedTuple):
 
 
 def parts_of(length: int, lead: int, sight: Sight, number: int) -> Iterator[Part]:
-    """Split the queries into parts of a given number of groups."""
+    """Split the queries into parts of a given number of groups.
+
+    Args:
+        length: T, the number of queries.
+        lead: S - T, the number of recent bytes before the first query.
+        sight: positions and entries that a byte attends to.
+        number: maximum number of groups in a part.
+    """
     groups = sight.groups(length)
     for first in range(groups.start, groups.stop, number):
         last = min(first + number, groups.stop)
@@ -81,7 +88,25 @@ def attend_part(
     x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sink: Tensor, cos: Tensor,
     sin: Tensor, sight: Sight, eps: float, part: Part, lead: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Attend with the queries of one part; all arguments are sliced to this part."""
+    """Attend with the queries of one part; tensors are slices of those of `compressed_attention`.
+
+    Args:
+        x: (B, t, H, d), the queries `part.queries`.
+        recent: (B, s, G, d), the recent bytes `part.keys`.
+        entries: (B, E, G, d), all entries.
+        chosen: (B, n, k) int32, the selections of `part.groups`; None for all entries.
+        sink: (H,) float32.
+        cos: (t, d / 2) float32.
+        sin: like `cos`.
+        sight: positions and entries that a byte attends to.
+        eps: added to the mean square of a query.
+        part: the part.
+        lead: number of recent bytes before the first query of all.
+
+    Returns:
+        Results (B, t, H, d) in the dtype of x, logarithms of the denominators (B, t, H) float32,
+        and shares (B, n, k) float32, or None without `chosen`.
+    """
     batch, length, heads, width = x.shape
     device, heads_per_kv = x.device, heads // recent.shape[2]
     q = functional.rms_norm(x.float(), (width,), eps=eps)
@@ -131,7 +156,10 @@ ELEMENTS = 1 << 22
 def groups_of_part(
     x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sight: Sight
 ) -> int:
-    """Choose the number of groups that the torch backend processes at a time."""
+    """Choose the number of groups that the torch backend processes at a time.
+
+    The arguments are those of `compressed_attention`.
+    """
     batch, _, heads, _ = x.shape
     if chosen is None:
         query_elements = batch * heads * (entries.shape[1] + sight.window)
@@ -316,7 +344,7 @@ def most_rows(block_h: int) -> int:
 
 
 def tiling(x: Tensor, recent: Tensor, chosen: Tensor | None, sight: Sight) -> Tiling:
-    """Choose the number of queries per program."""
+    """Choose the number of queries per program, from arguments of `compressed_attention`."""
     length, heads, width = x.shape[1:]
     heads_per_kv = triton.next_power_of_2(heads // recent.shape[2])
     block_h = max(16, triton.next_power_of_2(width // 2))
@@ -362,19 +390,19 @@ def _compressed_attention_triton(
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """Make the last dimension contiguous."""
+    """Make the last dimension of x, of any shape, contiguous; copies only if it is not."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def block_n(x: Tensor, limit: int = 64) -> int:
-    """Choose the vectors per product; few in float32, whose products need registers."""
+    """Choose the vectors per product with x, (..., d); few in float32, which needs registers."""
     if x.dtype == torch.float32:
         return 16
     return min(limit, 32 if x.shape[-1] > 128 else 64)
 
 
 def num_warps(x: Tensor, tile: Tiling) -> int:
-    """Choose the warps per program such that no register spills."""
+    """Choose the warps per program for queries x, (..., d), such that no register spills."""
     large = tile.block_h >= 128 or tile.rows * tile.block_h > 64 * 64 or x.dtype == torch.float32
     return 8 if large else 4
 
