@@ -26,7 +26,7 @@ TINY = 1e-30
 
 @contextmanager
 def averaged_latents(averages: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Read the averages of latents in place of these within the block; all are float32."""
+    """Read the averages of latents, (N, K) float32 each, in place of these within the block."""
     latents = {latent: latent.data for latent in averages}
     for latent, average in averages.items():
         latent.data = average
@@ -214,7 +214,7 @@ class FloatRMSNorm(nn.Module):
         return functional.rms_norm(x.float(), (self.dim,), eps=NORM_EPS).to(x.dtype)
 
     def add_and_norm(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + added, and the normalised sum."""
+        """Return x + added, (..., D), and the normalised sum."""
         x = x + added
         return x, self(x)
 

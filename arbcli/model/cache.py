@@ -85,7 +85,7 @@ class Cache:
 
     @property
     def position(self) -> Tensor:
-        """Number of bytes read, a tensor on the device."""
+        """Number of bytes read, an int32 scalar tensor on the device; (B,) for a batch of texts."""
         return self.tracks[0].position
 
     def depths(self) -> Tensor:
@@ -163,7 +163,7 @@ class BatchCache(Cache):
 
     @contextmanager
     def reading(self, ids: Tensor) -> Iterator[Tensor]:
-        """Read one byte of each active text: see `Cache.reading`.
+        """Read one byte of each active text, (B, 1) int64: see `Cache.reading`.
 
         Raises:
             ValueError: `ids` has more than one byte for each text.

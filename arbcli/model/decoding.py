@@ -41,7 +41,7 @@ class Phase(NamedTuple):
     depth: int
     """Nesting depth; phases of depth 0 always run, deeper ones if `leads_deeper` says so."""
     run: Callable[[], Tensor | None]
-    """Run the phase; the last one returns the logits, (1, 1, V)."""
+    """Run the phase; the last one returns the logits, (B, 1, V)."""
     leads_deeper: Callable[[], Tensor] | None = None
     """Return a bool tensor of one element, true if the phases one level deeper run; None: never."""
     handle: Tensor | None = None

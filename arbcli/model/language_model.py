@@ -142,7 +142,7 @@ class LanguageModel(PackedModel):
         return Cache(self, positions, first=first, device=device)
 
     def loss(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Compute the mean cross-entropy in nats per symbol: see `losses`."""
+        """Compute the mean cross-entropy in nats per symbol, a float32 scalar: see `losses`."""
         return self.losses(ids, targets, documents)["text"]
 
     def losses(
@@ -304,7 +304,7 @@ class LanguageModel(PackedModel):
         """Run the stream through the innermost stage.
 
         Args:
-            x: the stream.
+            x: the stream, (B, T, D).
             reading: additional inputs.
             track: decoding states; None for complete windows.
             fused: whether to use the fused kernels for one position of each text.

@@ -241,7 +241,7 @@ class TernaryTensor(StateModule, Weight):
 
     @property
     def scales(self) -> tuple[Tensor, Tensor | None]:
-        """Exponent and fraction of the scales; the fraction is None for rules without one."""
+        """Exponent and fraction of the scales, (N, ceil(K / G)) int8 each; None for no fraction."""
         return self.exponent, getattr(self, "fraction", None)
 
     @property
@@ -305,7 +305,7 @@ class TernaryTensor(StateModule, Weight):
         }
 
     def scatter_(self, rows: Tensor, state: "State") -> None:
-        """Write the state of rows that `gather` returned; rows out of range are ignored."""
+        """Write the state of rows, (R,) int64, from `gather`; rows out of range are ignored."""
         from arbcli.kernels.rows.table_rows import scatter_rows_
 
         for name, part in state.items():
@@ -435,7 +435,7 @@ class StreamedTensor(Findable, TernaryTensor):
 
     @property
     def key_tensor(self) -> Tensor:
-        """The trits."""
+        """The trits, (N, row_bytes(K)) uint8."""
         return self.trits
 
     def forget(self) -> None:
@@ -482,12 +482,23 @@ class StreamedTensor(Findable, TernaryTensor):
         return self._awaited <= 1 and not self._pairs
 
     def emit_gradient_of_uses(self, sink: GradientSink, uses: list[tuple[Any, Tensor]]) -> None:
-        """Compute the gradient from the pairs of all uses, and pass it to the sink."""
+        """Compute the gradient from the pairs of all uses, and pass it to the sink.
+
+        Args:
+            sink: consumer of the gradient.
+            uses: input and output gradient of each use: see `collect`.
+        """
         sources, grads = zip(*uses, strict=True)
         self.emit_gradient(sink, sources, grads[0] if len(grads) == 1 else torch.cat(grads))
 
     def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
-        """Compute the gradient from the inputs and concatenated output gradients, for the sink."""
+        """Compute the gradient, (N, K), and pass it to the sink.
+
+        Args:
+            sink: consumer of the gradient.
+            sources: input of each use, such as (M, K) activations.
+            grad_y: output gradients of all uses, concatenated, such as (M of all uses, N).
+        """
         source = sources[0] if len(sources) == 1 else torch.cat(sources)
         sink(self, self.gradient(source, grad_y))
 

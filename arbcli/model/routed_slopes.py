@@ -49,7 +49,7 @@ class RoutedSlopes:
         index: int,
         where: "range | TouchedRows | None",
     ) -> None:
-        """Compute the slopes of a gradient, if they are those that are being computed.
+        """Compute the slopes of a gradient, if `finding` has the area of its tensor.
 
         Args:
             tensor: as in `Updater`.

@@ -141,7 +141,16 @@ class Block(nn.Module):
         )
 
     def step(self, x: Tensor, state: "State | None", reading: BlockInputs | None = None) -> Tensor:
-        """Run the block for positions of a text, or one of each text, by fused kernels if any."""
+        """Run the block for positions of a text, or one of each text, by fused kernels if any.
+
+        Args:
+            x: the stream, (1, T, D) or (B, 1, D), or with n streams (B, 1, n, D).
+            state: decoding state of the text or of the batch.
+            reading: additional inputs.
+
+        Returns:
+            The stream, of the shape of x.
+        """
         read = reading or BlockInputs()
 
         def apply(branch: Branch, residual: Tensor | None, x: Tensor) -> Tensor:
@@ -310,7 +319,7 @@ class Stack(nn.ModuleList):
 def pass_one(
     stack: Stack, x: Tensor, track: "Track", reading: BlockInputs, *, fused: bool
 ) -> Tensor:
-    """Run one position of each text through a stack; the caller counts it."""
+    """Run one position of each text, (B, 1, D), through a stack; the caller counts it."""
     with track.clock.reading_uncounted():
         if fused:
             return stack.step(x, track, reading)

@@ -49,7 +49,7 @@ class PositionCounter:
         self.ctx, self.of = ctx, of
         self.positions, self.dtype, self.device, self.texts, self.cache_format, self.first = of
         self.position = self.zeros(dtype=torch.int32)
-        """Number of positions read, an int32 tensor on the device."""
+        """Number of positions read, an int32 scalar tensor; (B,) for a batch of texts."""
         self.active = None if self.texts is None else self.zeros(dtype=torch.int32)
         """Mask of the texts of a batch that a step continues, (B,) int32, 1 or 0; None for all."""
         self.window = self.positions
@@ -65,7 +65,9 @@ class PositionCounter:
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Create a tensor of a state, with a batch dimension in front if there is a batch.
 
-        `dtype` defaults to that of activations.
+        Args:
+            shape: shape for one text.
+            dtype: dtype; None is that of activations.
         """
         shape = shape if self.texts is None else (self.texts, *shape)
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
@@ -302,7 +304,7 @@ class Track:
 
     @property
     def position(self) -> Tensor:
-        """Number of positions read."""
+        """Number of positions read, an int32 scalar tensor; (B,) for a batch of texts."""
         return self.clock.position
 
     @property

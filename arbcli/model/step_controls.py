@@ -114,7 +114,7 @@ class StepControls:
             state: its state.
             index: its index among all matrices.
             each_micro: whether it steps after each micro-batch, by its share of the step.
-            share: share of the rows that have a gradient; None for all.
+            share: share of the rows that have a gradient, a float32 scalar tensor; None for all.
         """
         each_micro = each_micro or (self.first and self.last)
         first, last = (True, True) if each_micro else (self.first, self.last)

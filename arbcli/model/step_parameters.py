@@ -238,7 +238,7 @@ def loaded(numbers: Tensor, buffer: Tensor) -> Tensor:
     """Copy the parameters of a step to the device, in place for captured steps.
 
     Args:
-        numbers: parameters on the host.
+        numbers: parameters on the host, of any shape.
         buffer: parameters of the previous step on the device; overwritten if the shape is equal.
 
     Returns:

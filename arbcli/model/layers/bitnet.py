@@ -33,7 +33,7 @@ class RoundedRMSNorm(GainedRMSNorm):
 
     @torch.no_grad()
     def add_and_norm(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + added, and the rounded norm of the sum; not differentiable."""
+        """Return x + added, (..., D), and the rounded norm of the sum; not differentiable."""
         total, y = super().add_and_norm(x, added)
         return total, round_rows(y)
 
@@ -44,7 +44,7 @@ class RoundedRMSNorm(GainedRMSNorm):
         other_grad: Tensor | None = None,
         overwrite: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x plus `other_grad`, and recompute the rounded output."""
+        """Compute the gradient of x plus `other_grad`, and the rounded output: (M, D) each."""
         assert isinstance(x, Tensor), "gates of BitNet are not packed"
         grad_x, y = super().backward(grad_y, x, other_grad)
         return grad_x, round_rows(y)
@@ -66,7 +66,7 @@ class RoundedGate(RoundedRMSNorm):
         other_grad: Tensor | None = None,
         overwrite: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of gate and up, and recompute the output."""
+        """Compute the gradient of gate and up, (M, 2 D), and recompute the output, (M, D)."""
         assert isinstance(x, Tensor), "gates of BitNet are not packed"
         gate, up = x.chunk(2, dim=-1)
         gate = gate.relu()

@@ -76,7 +76,7 @@ AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
 def anchor(like: Tensor) -> Tensor:
-    """Return an empty tensor that requires a gradient, so that autograd runs the backward."""
+    """Return an empty tensor, (0,), that requires a gradient, so that the backward runs."""
     return torch.empty(0, device=like.device, requires_grad=torch.is_grad_enabled())
 
 

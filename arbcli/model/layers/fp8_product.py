@@ -43,7 +43,7 @@ class FP8BackwardProduct(Product):
         return _propagate(weight, grad_y, *quantised)
 
     def gradient(self, weight: LinearWeight, source: Tensor, grad_y: Tensor) -> Tensor:
-        """Compute grad_y.T @ source, the gradient of the weight."""
+        """Compute grad_y.T @ source, the (N, K) gradient of the weight, for (M, K) inputs."""
         if weight.area != ROUNDED_GRADIENTS:
             return super().gradient(weight, source, grad_y)
         saved = weight.quantised_grad

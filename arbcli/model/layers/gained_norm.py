@@ -27,7 +27,7 @@ class GainedRMSNorm(TernaryRMSNorm):
 
     @property
     def key_tensor(self) -> Tensor:
-        """Exponents of the scales, as the trits identify the vector."""
+        """Exponents of the scales, (D, 1) int8, as the trits identify the vector."""
         return self.weight.exponent
 
     trained = True
@@ -39,7 +39,7 @@ class GainedRMSNorm(TernaryRMSNorm):
     def backward(
         self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x plus `other_grad`, and recompute the output.
+        """Compute the gradient of x plus `other_grad`, and recompute the output: (M, D) each.
 
         The gradient of the gains goes to the sink.
         """

@@ -15,7 +15,7 @@ class GroupProduct(Product):
     name = "decoded in a group"
 
     def product(self, weight: LinearWeight, x: Tensor) -> Tensor:
-        """Compute x @ w.T, and keep w for the backward that begins with it."""
+        """Compute x @ w.T for (M, K) activations; keep w for a backward that begins with it."""
         assert weight.group is not None
         dense = _decode(weight, weight.group.forward_weights, x.dtype)
         if weight.group.kept_for_backward and weight.is_awaited:

@@ -75,7 +75,7 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
         )  # fmt: skip
 
     def multiply_sum(self, x: Tensor, added: Tensor, norm: TernaryRMSNorm) -> tuple[Tensor, Tensor]:
-        """Compute total = x + added; return norm(total) @ w.T and total."""
+        """Compute total = x + added, (M, K); return norm(total) @ w.T, (M, N), and total."""
         total, normal = norm.add_and_norm(x, added)
         return self.product_for(x).product(self, normal), total
 
@@ -90,11 +90,11 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
         return self.product_for(grad_y).propagate(self, grad_y)
 
     def make_ready(self, tensor: Tensor) -> None:
-        """Save a tensor that was computed from the weight, for its next use."""
+        """Save a tensor computed from the weight, such as the decoded (N, K), for its next use."""
         self._ready = self.version, tensor
 
     def take_ready(self) -> Tensor | None:
-        """Return what `make_ready` saved, once, if the weight has not changed since."""
+        """Return the tensor that `make_ready` saved, once; None if the weight has changed since."""
         ready, self._ready = self._ready, None
         return ready[1] if ready and ready[0] == self.version else None
 
@@ -119,7 +119,13 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
     def emit_gradient(
         self, sink: GradientSink, sources: tuple[Tensor, ...], grad_y: Tensor
     ) -> None:
-        """Compute the gradient, or only its signs if the rule reads no more, for the sink."""
+        """Compute the gradient, or only its signs if the rule reads no more, for the sink.
+
+        Args:
+            sink: consumer of the gradient, (N, K), or of a `SignGradient`.
+            sources: (M, K), input of each use.
+            grad_y: output gradients of all uses, concatenated: (M of all uses, N).
+        """
         if self.rule.reads_signs and getattr(sink, "takes_signs", False):
             from arbcli.kernels.update.sign_gradient import sign_gradient
 
@@ -129,7 +135,15 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
             super().emit_gradient(sink, sources, grad_y)
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
-        """Compute grad_y.T @ x, with float32 accumulation and one rounding to the dtype of x."""
+        """Compute grad_y.T @ source, (N, K), with float32 accumulation.
+
+        Args:
+            source: (M, K).
+            grad_y: (M, N).
+
+        Returns:
+            The gradient, rounded once to the dtype of `source`.
+        """
         return self.product_for(grad_y).gradient(self, source, grad_y)
 
     def product_backward(
@@ -344,7 +358,7 @@ class TernaryLinear(DecodingLayer):
         )
 
     def fused_product_for(self, x: "Tensor | AttentionParts") -> products.FusedProduct:
-        """Choose the product of `fused`."""
+        """Choose the product of `fused` for x, (..., K), or for partial attention results."""
         weight, rows, texts = self.weight, 1, 1
         if isinstance(x, Tensor):
             rows, texts = x.numel() // x.shape[-1], len(x)

@@ -53,7 +53,7 @@ class TernaryRMSNorm(Findable):
 
     @property
     def key_tensor(self) -> Tensor:
-        """The trits of the weights."""
+        """The trits of the weights, (1, row_bytes(D)) uint8."""
         return self.weight.trits
 
     @torch.no_grad()
@@ -99,7 +99,10 @@ class TernaryGate(TernaryRMSNorm):
 
     @property
     def key_tensor(self) -> Tensor:
-        """The trits of the weights; gates without a norm share one tensor, as all are equal."""
+        """The trits of the weights, (1, row_bytes(D)) uint8.
+
+        Gates without a norm share a tensor of shape (1,), as all are equal.
+        """
         return self.weight.trits if self.weight else _NO_NORM
 
     @torch.no_grad()
@@ -148,7 +151,7 @@ class ClampedGate(TernaryGate):
         other_grad: Tensor | None = None,
         overwrite: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x, and recompute the output."""
+        """Compute the gradient of x, (M, 2 D), and recompute the output, (M, D)."""
         assert isinstance(x, Tensor), "clamped gates are not packed"
         clamped = clamp_halves(x)
         grad, y = super().backward(grad_y, clamped, other_grad)

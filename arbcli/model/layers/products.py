@@ -158,7 +158,18 @@ class FusedProduct:
     def __call__(
         self, rows: Any, weight: Any, eps: float | None, added: Tensor | None, early: bool
     ) -> Tensor:
-        """Multiply rows, or parts of attention; `early` is for products that support it."""
+        """Multiply rows, and add a residual.
+
+        Args:
+            rows: (M, K) activations, or partial attention results for `row_matmul`.
+            weight: prepacked matrix, see `choose_prepacking`.
+            eps: epsilon of the RMS norm of rows; None for no norm.
+            added: (M, N) residual; None for none.
+            early: whether the next kernel may start early, for `row_matmul`: see `overlap`.
+
+        Returns:
+            (M, N).
+        """
         if self.name == "row_matmul":
             return self.run(rows, weight, eps, added, early=early)
         return self.run(rows, weight, eps, added)

@@ -172,7 +172,13 @@ class SymbolWeight(LinearWeight):
     def emit_gradient_of_uses(
         self, sink: GradientSink, uses: list[tuple[Scored | Graded | Tensor, Tensor]]
     ) -> None:
-        """Compute the gradient of each chunk from all uses, and pass it to the sink."""
+        """Compute the gradient of each chunk from all uses, and pass it to the sink.
+
+        Args:
+            sink: consumer of the gradients, (N, D) of each chunk.
+            uses: pairs of inputs and gradients: of losses `Scored` or `Graded`, and (M,) float32;
+                of products (M, D) and (M, V); of embeddings (M,) int64 ids and (M, D).
+        """
         self._form_gradients(uses)
 
     def _form_gradients(

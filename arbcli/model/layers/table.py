@@ -44,7 +44,13 @@ class TableWeight(StreamedTensor):
         self.declare("usage", torch.empty(num_rows, 1, dtype=torch.int8), "counters")
 
     def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
-        """Sum the gradients of the touched rows, and pass them to the sink."""
+        """Sum the gradients of the touched rows, and pass them to the sink.
+
+        Args:
+            sink: consumer of the gradient, (touched rows, D) float32, and of `TouchedRows`.
+            sources: ids, (M, k) int64, and weights, (M, k) float32, of each use.
+            grad_y: output gradients of all uses, concatenated: (M of all uses, D).
+        """
         ids: list[Tensor] = []
         weights: list[Tensor] = []
         tokens: list[Tensor] = []

@@ -28,7 +28,14 @@ class ReadWeight(StreamedTensor):
     """A packed tensor whose decoded values are the output of a layer."""
 
     def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
-        """Sum the gradients of all uses, and pass the sum to the sink."""
+        """Sum the gradients of all uses, and pass the sum, (N, K), to the sink.
+
+        Args:
+            sink: consumer of the gradient.
+            sources: None for each use.
+            grad_y: gradients of the decoded values of all uses, concatenated: (uses * N, K), or
+                (uses * N,) if K is 1.
+        """
         sink(self, grad_y.view(len(sources), self.out_features, -1).sum(dim=0))
 
 
@@ -114,7 +121,7 @@ class _DecodedLayer(DecodingLayer):
     _prepared: Tensor | None = None
 
     def prepared(self) -> Tensor:
-        """Return the decoded tensor, cached until the end of `prepacked_once`."""
+        """Return the decoded tensor, (n,) or (D, W) float32, cached within `prepacked_once`."""
         if self._prepared is None:
             self._prepared = self.weight.weight(torch.float32).squeeze(1)
             if self._prepared.is_cuda:  # kernels that overlap read it without synchronisation

@@ -82,7 +82,8 @@ class Direction:
         Args:
             values: result of `values`, (N, K).
             gains: gains from the running mean squares.
-            share: share of the rows with a gradient; other rows are zero. None is 1.
+            share: share of the rows with a gradient, a float32 scalar tensor; other rows are zero.
+                None is 1.
         """
         rows, columns = (gain if gain.numel() else None for gain in (gains.rows, gains.columns))
         unit = unit_gain(values, rows, columns, gains.ok)
@@ -97,10 +98,10 @@ def transform(
     """Transform matrices by their directions, those of the same direction together.
 
     Args:
-        pairs: directions and gradients or moments, see `Direction.values`; without a direction,
-            these are unchanged.
+        pairs: directions and (N, K) gradients or moments, see `Direction.values`; without a
+            direction, these are unchanged.
         dtype: dtype of matrix products.
-        squares: sum of squares of each matrix, if they are moments.
+        squares: sums of squares of the matrices, int64 scalar tensors, if they are moments.
     """
     values = [matrix for _, matrix in pairs]
     for direction in dict.fromkeys(one for one, _ in pairs if one is not None):

@@ -42,7 +42,7 @@ class Orthogonal(Direction):
         return orthogonalise_stacked(grads, dtype, squares)
 
     def factors(self, values: Tensor, gains: GradientGains, share: Tensor | None) -> FactoredUpdate:
-        """Return gains that normalise the rows; rows of zeros stay zero."""
+        """Return values, (N, K), and gains that normalise the rows; rows of zeros stay zero."""
         unit = unit_rows(values, gains.ok)
         return FactoredUpdate(values, unit if share is None else unit * share.sqrt(), None)
 

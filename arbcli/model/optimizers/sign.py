@@ -10,7 +10,7 @@ class Sign(Direction):
     """The sign of every element."""
 
     def factors(self, values: Tensor, gains: GradientGains, share: Tensor | None) -> FactoredUpdate:
-        """Return values without gains, of which kernels take the sign."""
+        """Return values, (N, K), without gains; kernels take their sign."""
         return FactoredUpdate(values, None, None)
 
 

@@ -363,13 +363,21 @@ class KVCache(State):
         return y.view(-1, *y.shape[-2:])[:, :, None]
 
     def leaves_parts(self, qkv: Tensor) -> bool:
-        """Return whether to use `attend_in_parts`: not for short rings, one program a head."""
+        """Return whether to use `attend_in_parts`: not for short rings, of one program per head.
+
+        Args:
+            qkv: (B, 1, 3, heads, d), output of the projection.
+        """
         if self.clock.texts is not None or self.exponents is not None or self.short:
             return False
         return uses_triton(qkv) and import_module(SPLIT_ATTENTION).fits_parts(qkv)
 
     def attend_in_parts(self, qkv: Tensor) -> "AttentionParts":
-        """Run split-KV `attend_one` for a single text, without the final reduction."""
+        """Run split-KV `attend_one` for a single text, without the final reduction.
+
+        Args:
+            qkv: (1, 1, 3, heads, d), output of the projection.
+        """
         cos, sin = self.table
         return import_module(SPLIT_ATTENTION).attend_parts(
             qkv[0, 0], self.keys.codes, self.values.codes, self.clock.position, cos, sin, NORM_EPS

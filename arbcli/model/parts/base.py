@@ -71,7 +71,7 @@ class Documents(NamedTuple):
         return cls(((numbers[:, :, None] == numbers[:, None]) & seen)[:, None])
 
     def limit(self, window: int | None) -> Tensor:
-        """Return the mask restricted to a sliding window of `window` positions."""
+        """Return the mask, (B, 1, T, T) bool, restricted to a window of `window` positions."""
         if window is None or window >= self.seen.shape[-1]:
             return self.seen
         return self.seen.triu(1 - window)

@@ -283,7 +283,16 @@ class Rule(ABC):
         step_scales(state["exponent"], state["fraction"], slope, gain, key, *size, ok)
 
     def step_along_moment(self, state: State, ok: Tensor, control: StepControl) -> None:
-        """Step weights along their moment, for a rule with a moment that averages directions."""
+        """Step weights along their moment, for a rule with a moment that averages directions.
+
+        Args:
+            state: state of the matrix.
+            ok: int32 scalar tensor; 0 skips the step.
+            control: parameters of the step.
+
+        Raises:
+            ValueError: the rule has no such moment.
+        """
         raise ValueError(f"weights of `{self.name}` have no moment to step along")
 
     @abstractmethod

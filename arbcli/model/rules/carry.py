@@ -16,7 +16,7 @@ class Carry(Rule):
         return {"remainder": Buffer((rows, columns), "remainder")}
 
     def digits(self, state: State) -> dict[str, tuple[Tensor, int]]:
-        """Return the remainder."""
+        """Return the remainder, (N, K) int8, with its largest magnitude."""
         return {"remainder": (state["remainder"], self.remainder_max)}
 
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:

@@ -58,7 +58,7 @@ class Moment(Rule):
         }
 
     def digits(self, state: State) -> dict[str, tuple[Tensor, int]]:
-        """Return remainder and moment."""
+        """Return remainder and moment, (N, K) int8 each, with their largest magnitudes."""
         return {
             "remainder": (state["remainder"], self.remainder_max),
             "moment": (state["moment"], moment_max(self.share_a_byte)),
@@ -71,7 +71,7 @@ class Moment(Rule):
             self.step_along_moment(state, gradient.gains.ok, control)
 
     def step_along_moment(self, state: State, ok: Tensor, control: StepControl) -> None:
-        """Step weights along the moment, if it averages directions."""
+        """Step weights along their moment of directions: see `Rule.step_along_moment`."""
         squares = control.squares
         if control.share is not None:
             squares = (squares / control.share).to(torch.int64)
@@ -93,7 +93,7 @@ class Moment(Rule):
     def step_along_direction(
         self, state: State, direction: FactoredUpdate, ok: Tensor, control: StepControl
     ) -> None:
-        """Step weights along the direction of the moment."""
+        """Step weights along the direction of the moment: see `Rule.step_along_direction`."""
         step_by_direction(
             state["trits"], state["remainder"], *direction, control.keys[TRIT], *control.gain,
             control.limit, ok, control.flips, self.radix, self.remainder_max, control.weight_decay,

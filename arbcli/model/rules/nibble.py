@@ -24,11 +24,11 @@ class Nibble(Moment):
         return {"remainder": Buffer((rows, columns), "remainder")}
 
     def start(self, state: State, rows: slice, remainder: Tensor) -> None:
-        """Initialise the low four bits to remainders, and the moment to zero."""
+        """Initialise the low four bits to remainders, (R, K) int8, and the moment to zero."""
         state["remainder"][rows] = remainder & 15
 
     def digits(self, state: State) -> dict[str, tuple[Tensor, int]]:
-        """Return remainder and moment, each sign-extended from four bits."""
+        """Return remainder and moment, (N, K) int8 each, sign-extended from four bits."""
         byte = state["remainder"]
         return {
             "remainder": (((byte & 15) ^ 8) - 8, self.remainder_max),
