@@ -253,7 +253,11 @@ def _round_chunks(
 
 
 def round_scales(scales: Tensor) -> Tensor:
-    """Round float32 scales to the closest in the list of scales: v, int32; 0 is `ZERO`."""
+    """Round float32 scales of any shape to the closest in the list of scales.
+
+    Returns:
+        v, int32 of the same shape; `ZERO` for 0.
+    """
     used = scales > 0
     above = _place_above(torch.where(used, scales, 1.0).double())
     below = _held(above - 1)
@@ -312,7 +316,7 @@ def put(tensor: TernaryTensor, rows: slice, weight: Tensor, own_grid: bool) -> T
         own_grid: whether the weights may have been decoded by this package.
 
     Returns:
-        What the rows decode to, (R, K) float32.
+        The decoded rows, (R, K) float32.
     """
     grid, rule = grid_of(tensor), tensor.rule
     if isinstance(tensor, VectorWeight):

@@ -324,7 +324,7 @@ def _configuration(model: nn.Module) -> dict[str, Any]:
 
 
 def floats(model: nn.Module) -> dict[str, Tensor]:
-    """Return the float parameters and buffers of a model, by name: all that are not integers."""
+    """Return the float parameters and buffers of a model by name, without anchors of integers."""
     anchors = {id(part.anchor) for part in model.modules() if isinstance(part, Anchored)}
     return {
         name: part

@@ -85,7 +85,8 @@ def float_state_dict(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> d
         dtype: dtype of the floats.
 
     Returns:
-        Tensors on the CPU by name; tied weights are one tensor with several names.
+        Tensors on the CPU by name, of their shapes before the conversion; tied weights are one
+        tensor with several names.
     """
     modules = {
         name: part

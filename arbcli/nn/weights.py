@@ -96,7 +96,7 @@ class Anchored(StreamedTensor):
         return torch.is_grad_enabled() and self.anchor.requires_grad
 
     def token(self) -> Tensor:
-        """Return the tensor that all uses of a graph depend on; they must keep it."""
+        """Return the empty tensor, (0,), that all uses of a graph depend on; they must keep it."""
         if not self.trained:
             return self.anchor.detach()
         token = None if self._token is None else self._token()
@@ -110,7 +110,7 @@ class Anchored(StreamedTensor):
 
         Args:
             source: input of the use, as `emit_gradient_of_uses` of the tensor expects it.
-            grad_y: gradient of its result.
+            grad_y: gradient of its result, such as (M, N) of a product.
             version: `version` in the forward.
 
         Raises:
@@ -160,14 +160,17 @@ class Anchored(StreamedTensor):
         express: Callable[..., tuple[Any, Tensor]],
         *tensors: Tensor,
     ) -> Tensor:
-        """Compute a result, of which the first of some tensors and the weights have gradients.
+        """Compute a result from tensors; the first of these and the weights have gradients.
 
         Args:
             run: computes the result, and further tensors that the backward needs.
             propagate: computes the gradient of the first tensor from that of the result, and from
-                `tensors` and the further ones; None if it has none.
+                `tensors` and the further ones; None if the first tensor has no gradient.
             express: expresses the gradient of the result as a use, from the same: see `add_use`.
-            tensors: arguments of `run`.
+            tensors: arguments of `run`, of any shapes.
+
+        Returns:
+            The first result of `run`.
 
         Raises:
             ArbError: the program is traced, exported or transformed, and kernels are in no trace.
@@ -332,7 +335,13 @@ class FusedMatrix(Matrix):
         self.parts = [slice(end - height, end) for height, end in zip(heights, ends, strict=True)]
 
     def emit_gradient_of_uses(self, sink: GradientSink, uses: list[tuple[Any, Tensor]]) -> None:
-        """Compute the gradient from the uses of all layers, and pass it to the sink."""
+        """Compute the gradient, (N of all layers, K), and pass it to the sink.
+
+        Args:
+            sink: consumer of the gradient.
+            uses: pairs of an input, (M, K) activations with the number of the layer, and the output
+                gradient, (M, N of the layer).
+        """
         groups: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.parts]
         for (x, part), grad_y in uses:
             groups[part].append((x, grad_y))
@@ -385,11 +394,11 @@ class MatrixRows:
         return _multiplied(x, multiply)
 
     def decoded(self) -> Tensor:
-        """Decode to the dtype of the float parameter; not differentiable."""
+        """Decode to (N, K) of the dtype of the float parameter; not differentiable."""
         return self.matrix.decoded()[self.matrix.parts[self.part]]
 
     def read(self) -> Tensor:
-        """Decode to the dtype of the float parameter; differentiable."""
+        """Decode to (N, K) of the dtype of the float parameter; differentiable."""
         columns = self.matrix.in_features
         unit = torch.eye(columns, dtype=self.anchor.dtype, device=self.anchor.device)
         return self.product(unit).T
@@ -427,7 +436,7 @@ class Rows(Anchored, EmbeddingWeight):
     """The weight of an embedding."""
 
     def dense_use(self, grad: Tensor) -> tuple[Any, Tensor]:
-        """Express a gradient of the matrix itself as that of all rows."""
+        """Express a gradient of the matrix, (V, D), as that of all rows, with (V,) int64 ids."""
         return torch.arange(self.out_features, device=grad.device), grad
 
 
@@ -445,7 +454,7 @@ class Numbers(Anchored, VectorWeight):
         self.values = ()
 
     def dense_use(self, grad: Tensor) -> tuple[Any, Tensor]:
-        """Return the gradient without an input."""
+        """Return the gradient, (n, 1), with None as the input."""
         return None, grad
 
 
@@ -455,11 +464,18 @@ class Stack(Anchored, ReadWeight):
     always_has_gradients = True
 
     def dense_use(self, grad: Tensor) -> tuple[Any, Tensor]:
-        """Return the gradient without an input."""
+        """Return the gradient, (N, K), with None as the input."""
         return None, grad
 
     def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
-        """Sum the gradients of all uses, and pass the sum to the sink."""
+        """Sum the gradients of all uses, and pass the sum to the sink.
+
+        Args:
+            sink: consumer of the gradient, (matrices, rows, K) with their range; (N, K) if there is
+                one matrix.
+            sources: None for each use.
+            grad_y: gradients of all uses, concatenated: (uses * N, K).
+        """
         if self.matrices == 1:
             super().emit_gradient(sink, sources, grad_y)
             return
@@ -471,7 +487,11 @@ class ExpertStack(Anchored, ExpertWeight):
     """The matrices of all experts of a layer."""
 
     def multiply_slots(self, x: Tensor, bounds: Tensor) -> Tensor:
-        """Multiply slots that are sorted by expert: see `ExpertWeight.multiply`."""
+        """Multiply slots, (S, K), that are sorted by expert: see `ExpertWeight.multiply`.
+
+        Raises:
+            ArbError: x is neither bfloat16 nor float32.
+        """
         return self.use(
             lambda x, bounds: (self.product(x, bounds),),
             lambda grad_y, _, bounds: self.product(grad_y, bounds, transposed=True),
@@ -481,7 +501,11 @@ class ExpertStack(Anchored, ExpertWeight):
         )
 
     def dense_use(self, grad: Tensor) -> tuple[Any, Tensor]:
-        """Express a gradient of the matrices as slots that are unit vectors."""
+        """Express a gradient of the matrices, (E N, K), as slots that are unit vectors.
+
+        Returns:
+            Slots, (E K, K), with their bounds, (E + 1,) int64; and their gradients, (E K, N).
+        """
         unit = torch.eye(self.in_features, dtype=grad.dtype, device=grad.device)
         bounds = torch.arange(self.matrices + 1, device=grad.device) * self.in_features
         grads = grad.view(self.matrices, self.expert_rows, -1).transpose(1, 2)
@@ -499,6 +523,9 @@ def look_up(weight: Anchored, ids: Tensor, padding: int | None) -> Tensor:
 
     Returns:
         (..., D) of the dtype that the weight is decoded to.
+
+    Raises:
+        ArbError: `ids` are floats.
     """
     if ids.is_floating_point():
         raise ArbError(f"ids are {ids.dtype}", "embeddings look up integers")

@@ -132,7 +132,11 @@ class GGUFFile:
             raise self._refused(f"its header cannot be read: {error}") from None
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor: float32, decoded."""
+        """Read a tensor, decoded to float32 of the shape of its entry, on the CPU.
+
+        Raises:
+            KeyError: the file has no tensor of this name.
+        """
         entry = self.entries[name]
         begin = self._offsets[name]
         data = bytearray(self._data[begin : begin + entry.num_bytes])
@@ -140,7 +144,7 @@ class GGUFFile:
         return entry.kind.decode(torch.frombuffer(data, dtype=torch.uint8), shape).view(entry.shape)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Read all tensors, one at a time."""
+        """Read all tensors, one at a time: names, and float32 tensors as of `tensor`."""
         return ((name, self.tensor(name)) for name in self.entries)
 
     def _read_head(self) -> None:

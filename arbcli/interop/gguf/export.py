@@ -146,7 +146,11 @@ def _divisors(config: ModelConfig) -> Tensor | None:
 
 
 def read_reordered(file: container.GGUFFile, name: str) -> Tensor:
-    """Read a tensor of a file, float32, with its rows in the order of `arb`."""
+    """Read a matrix, (N, K), or a vector as float32, with its rows in the order of `arb`.
+
+    Raises:
+        KeyError: the file has no tensor of this name.
+    """
     weight, kind = file.tensor(name), file.keys.get("general.architecture")
     width = file.keys.get(f"{kind}.attention.key_length")
     rotated = any(

@@ -299,7 +299,7 @@ class ModelFolder:
             self.entries[part.gguf] = Entry(part.gguf, part.shape, kind)
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor: float32."""
+        """Read a tensor by its GGUF name: float32 of the shape of its entry, on the CPU."""
         return self._folder.read(self._names[name])
 
 

@@ -158,7 +158,12 @@ class WeightFolder:
         )
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Read a tensor, or some of its rows, as float32."""
+        """Read a tensor as float32 on the CPU; the matrix of a BitNet is multiplied by its scale.
+
+        Args:
+            name: name in the folder.
+            rows: rows to read, (R, ...) of (N, ...).
+        """
         stored = self.tensors[name]
         weight = stored.rows[rows].to(torch.float32)
         return weight if stored.scale is None else weight * stored.scale

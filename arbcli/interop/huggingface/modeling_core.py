@@ -124,7 +124,7 @@ def unpack(packed: Tensor, columns: int) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Convert to float32, or leave float64 as it is."""
+    """Convert a tensor of any shape to float32; float64 is unchanged."""
     return x if x.dtype == torch.float64 else x.float()
 
 

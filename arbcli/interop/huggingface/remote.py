@@ -104,10 +104,12 @@ def _entry(classes: dict[str, str]) -> str:
 
 
 def remote_tensors(model: LanguageModel) -> dict[str, Tensor]:
-    """Return the tensors of a model as the code names them.
+    """Return the tensors of a model by their names in the exported code.
 
-    Matrices are trits or digits, with scales. Vectors are decoded to bfloat16, which is exact.
-    Norms without gains have no tensors, and the head of later bytes is left out.
+    Matrices are `trits`, (N, row_bytes(K)) uint8, or `digits`, (N, K) int8, with `exponent` and
+    `fraction` of the scales, (N, ceil(K / G)) int8. Vectors, (n,), and taps, (D, W), are decoded
+    to bfloat16, which is exact. Other parts have their integer buffers, but for those that only
+    steps read. Norms without gains have no tensors, and the head of later bytes is left out.
     """
     tensors: dict[str, Tensor] = {}
     between = {id(part) for memories in model._between for part in memories.children()}
