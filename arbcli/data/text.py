@@ -191,7 +191,14 @@ class Text:
         return round(len(starts) * context * self.symbol_bytes)
 
     def packed_batch(self, starts: Sequence[int]) -> "tuple[Tensor, Tensor, Tensor]":
-        """Fill windows with documents; only implemented by `arbcli.data.chats.Chats`."""
+        """Fill windows with documents; only implemented by `arbcli.data.chats.Chats`.
+
+        Returns:
+            Inputs, targets and document numbers, (B, T) int64 each: see `Chats.packed_batch`.
+
+        Raises:
+            NotImplementedError: the text is not of documents.
+        """
         raise NotImplementedError
 
     def _opened(self, index: int) -> mmap:
@@ -309,7 +316,7 @@ def batch(
 def batch_at(
     text: Text, starts: list[int], context: int, device: "torch.device | str"
 ) -> "tuple[Tensor, ...]":
-    """Read the windows that begin at `starts` as inputs and targets: see `batch`."""
+    """Read the windows that begin at `starts`, (B, T) each: see `batch`."""
     if text.packs:
         return tuple(part.to(device) for part in text.packed_batch(starts))
     windows = text.window_batch(starts, context + 1).to(device)  # (B, T + 1)
@@ -329,7 +336,7 @@ def batch_starts(
 def held_out_batch(
     text: Text, number: int, batch_size: int, context: int, device: "torch.device | str"
 ) -> "tuple[Tensor, ...]":
-    """Read a held-out batch, always the same: see `evaluation_starts`."""
+    """Read a held-out batch, (B, T) each, always the same: see `evaluation_starts`."""
     return batch_at(text, evaluation_starts(text, number, batch_size, context), context, device)
 
 

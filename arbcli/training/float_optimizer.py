@@ -142,7 +142,15 @@ class FloatOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Copy the state from the tensors of a checkpoint after `step` steps."""
+        """Copy the state from a checkpoint after `step` steps.
+
+        Args:
+            tensors: the names, shapes and dtypes of `state_dict`; other names are ignored.
+            step: number of steps, for AdamW's correction of the bias.
+
+        Raises:
+            KeyError: a tensor is missing.
+        """
         for name, tensor in self.state_dict().items():
             tensor.copy_(tensors[name])
         for state in self._adamw.state.values():

@@ -61,7 +61,7 @@ class Recorder:
         return self._trainer.group.broadcast_object(recorded)
 
     def step_done(self, loss: Tensor) -> None:
-        """Count a step, whose loss a GPU may still be computing."""
+        """Count a step by its loss, a float32 scalar that a GPU may still be computing."""
         updater, self._last_loss = self._trainer.updater, loss
         self._recent.add(loss, updater.flips if updater else None)
         self._timed_steps += 1

@@ -113,6 +113,9 @@ class TrainingStep:
         Args:
             micro: number of the micro-batch among those of this process.
             inputs: arguments of `LanguageModel.losses` on the device.
+
+        Returns:
+            Float32 scalars by name: see `LanguageModel.losses`.
         """
         return (self.losses or self.model.losses)(*inputs, **self._dropout_of(micro))
 

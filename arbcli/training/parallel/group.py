@@ -66,11 +66,11 @@ class Group:
         """Send each process its part, and receive this process's part from all (all-to-all).
 
         Args:
-            sent: concatenated parts, bytes.
+            sent: (sum of `sizes`,) uint8, the concatenated parts.
             sizes: size of each process's part in bytes.
 
         Returns:
-            The pending result, (processes, sizes[rank]) bytes.
+            The pending result, (processes, sizes[rank]) uint8.
         """
         if self.size == 1:
             return PendingTensor(sent[None])
@@ -82,7 +82,15 @@ class Group:
         return PendingTensor(result.view(self.size, size), work, sent)
 
     def broadcast(self, tensor: Tensor, owner: int) -> "PendingTensor":
-        """Broadcast a tensor from its owner, in place and asynchronously."""
+        """Broadcast a tensor of any shape and dtype from its owner, in place and asynchronously.
+
+        Args:
+            tensor: the tensor, of the same shape and dtype in all processes.
+            owner: rank of the owner.
+
+        Returns:
+            The pending `tensor`.
+        """
         if self.size == 1:
             return PendingTensor(tensor)
         with explained_loss():
@@ -106,11 +114,11 @@ class Group:
         return [tensor for part in gathered for tensor in part]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum an integer tensor over all processes."""
+        """Sum an integer tensor, of equal shape in all processes, over them."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """Return the elementwise maximum of an integer tensor over all processes."""
+        """Return the elementwise maximum of an integer tensor, of equal shape in all processes."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
     def _reduce(self, tensor: Tensor, op: Any) -> Tensor:

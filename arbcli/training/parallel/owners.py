@@ -74,7 +74,7 @@ class Member:
         return self.rows.stop - self.rows.start, self.tensor.in_features
 
     def sent(self) -> list[Tensor]:
-        """Return the buffers that the owner sends, as views."""
+        """Return the buffers of its rows that the owner sends: see `broadcast_buffers`."""
         return [part[self.rows] for part in broadcast_buffers(self.tensor).values()]
 
 
@@ -100,7 +100,10 @@ def rounded_up(size: int) -> int:
 
 
 def broadcast_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:
-    """Return the buffers that all processes need, which the owner broadcasts."""
+    """Return the buffers that all processes need, which the owner broadcasts.
+
+    Buffers of an (N, K) tensor have N rows: `trits` uint8, and others int8.
+    """
     names = ["trits", "exponent"]
     if hasattr(tensor, "fraction"):
         names.append("fraction")
@@ -114,7 +117,7 @@ def broadcast_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:
 
 
 def owner_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:
-    """Return the buffers that only the owner of a tensor needs."""
+    """Return the buffers that only the owner of a tensor needs, int8 as declared by the tensor."""
     others = broadcast_buffers(tensor)
     return {name: part for name, part in tensor.state.items() if name not in others}
 

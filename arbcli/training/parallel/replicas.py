@@ -38,7 +38,7 @@ class Replicas:
         self._local, self._micro = local, 0
 
     def __call__(self, *inputs: Tensor, **options: Any) -> dict[str, Tensor]:
-        """Compute the losses; gradients are reduced in the last micro-batch of a step.
+        """Compute the losses, float32 scalars; the last micro-batch of a step reduces gradients.
 
         Args:
             *inputs: arguments of `LanguageModel.losses`.

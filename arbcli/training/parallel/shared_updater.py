@@ -178,7 +178,8 @@ class SharedUpdater(Updater):
             model: the model.
 
         Returns:
-            Tensors by their names in the state; in other processes only their own.
+            In rank 0 the tensors of `layout` by name, those of other owners on the CPU; elsewhere
+            none.
         """
         modules = _names(model)
         layout, tensors = self.layout(model), {}
