@@ -76,15 +76,15 @@ class CaseGenerator:
         return torch.tensor(value, device=self.device)
 
     def ok(self) -> Tensor:
-        """Draw the `ok` flag of a step; it is 0 in one case of ten."""
+        """Draw the `ok` flag of a step, an int32 scalar tensor; it is 0 in one case of ten."""
         return self.scalar(not self.chance(0.1))
 
     def key(self) -> Tensor:
-        """Draw the key of a random stream."""
+        """Draw the key of a random stream, an int32 scalar tensor."""
         return self.scalar(self.integer(2**32) - 2**31)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
-        """Draw integers in low..high; in some cases all are equal."""
+        """Draw integers in low..high of a shape; in some cases all are equal."""
         if self.chance(0.15):
             value = self.pick((low, high, (low + high) // 2))
             return self.view(torch.full(shape, value, dtype=dtype, device=self.device))
@@ -94,12 +94,12 @@ class CaseGenerator:
         return self.view(values)
 
     def reals(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Draw normal numbers in the dtype of the case."""
+        """Draw normal numbers of a shape, in the dtype of the case by default."""
         values = torch.randn(shape, generator=self.generator, device=self.device)
         return self.view(values.to(dtype or self.dtype))
 
     def shares(self, *shape: int) -> Tensor:
-        """Draw float32 numbers between 0 and 1."""
+        """Draw float32 numbers between 0 and 1, of a shape."""
         values = torch.rand(shape, generator=self.generator, device=self.device)
         return self.view(values.clamp(1e-4, 1 - 1e-4))
 
@@ -118,7 +118,7 @@ class CaseGenerator:
         return stacked_texts([inputs, first, inputs], *shared)
 
     def trits(self, rows: int, columns: int) -> Tensor:
-        """Draw packed trits, padded with 0."""
+        """Draw packed trits, (rows, row_bytes(columns)) uint8, padded with 0."""
         return self.view(pack_trits_torch(self.integers(-1, 1, rows, columns)))
 
     def packed(
@@ -140,7 +140,7 @@ class CaseGenerator:
         return packed._replace(remainder=remainder, radix=radix, nibble=nibble)
 
     def view(self, values: Tensor) -> Tensor:
-        """Copy the values to a view of a larger tensor with random strides and offset."""
+        """Copy values of any shape to a view of a larger tensor with random strides and offset."""
         if values.dim() == 0 or not self.chance(0.5):
             return values
         steps = [1 + self.integer(3) for _ in values.shape]
@@ -162,7 +162,7 @@ def draw_argument(
 
     Args:
         kind: its declaration.
-        values: what is drawn. Of an array a range of numbers or expressions of sizes, or a function
+        values: of an array its smallest and largest number, or expressions of sizes, or a function
             of (generator, *shape); None draws normal numbers, or the full range of an integer
             dtype. Of a packed matrix keyword arguments of `CaseGenerator.packed`. Of a number its
             options, of which strings are expressions of sizes.

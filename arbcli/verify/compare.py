@@ -53,10 +53,10 @@ def compare(
 
     Args:
         spec: verification of the kernel.
-        label: of the case.
+        label: label of the case.
         got: the result.
-        expected: that of the reference.
-        peer: that of the peer.
+        expected: result of the reference, of the same shape; another shape fails.
+        peer: result of the peer, of the same shape.
         terms: see `Verification.terms`.
     """
     size = expected.numel()

@@ -45,7 +45,7 @@ class Masks(NamedTuple):
     """Probability that an element is dropped."""
 
     def factors(self, branch: int, first: int, positions: int, width: int) -> Tensor:
-        """Compute what the output of a branch is multiplied by, (positions, width) float64.
+        """Compute the factors of the output of a branch, (positions, width) float64.
 
         Args:
             branch: number of the branch.
@@ -116,7 +116,7 @@ class Reference(PlainModel):
         self.row = 0
         """Number of the text that is read."""
         self.scores: list[tuple[Tensor, Tensor]] = []
-        """Scores of what the model chose, and the best ones, sorted."""
+        """Scores of the model's choices, and the best ones, sorted."""
         self.products: list[tuple[Tensor, Tensor]] = []
         """Products of indexers that the model has above 0, others 0, and those that are above 0."""
         self.notes: dict[str, Any] = {}
@@ -165,7 +165,10 @@ class Reference(PlainModel):
         return torch.stack(rows), self.losses()
 
     def losses(self) -> dict[str, Tensor]:
-        """Average the terms of losses; parts count equally, and ratios of stages are added up."""
+        """Average the terms of losses to float64 scalars by name.
+
+        Parts count equally, and ratios of stages are added up.
+        """
         means = {
             loss: torch.stack([_mean(torch.cat(terms)) for terms in parts.values()]).mean()
             for loss, parts in self.terms.items()
@@ -223,7 +226,7 @@ class Reference(PlainModel):
         return [choice[self.row] for choice in self.choices[name]]
 
     def judge(self, chosen: Tensor, every: Tensor) -> None:
-        """Note the scores (..., k) of what the model chose, and the best k of all (..., n)."""
+        """Note the scores (..., k) of the model's choices, and the best k of all (..., n)."""
         best = every.detach().sort(dim=-1, descending=True).values[..., : chosen.shape[-1]]
         mine = chosen.detach().sort(dim=-1, descending=True).values
         self.scores.append((mine.flatten(), best.flatten()))
@@ -278,13 +281,29 @@ def named_blocks(config: ModelConfig) -> Iterator[tuple[str, int, BlockConfig]]:
 
 
 def masked_reference_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Average the cross-entropy of hidden bytes of each text, those that are not -1, over texts."""
+    """Average the cross-entropy of hidden bytes of each text, those that are not -1, over texts.
+
+    Args:
+        logits: (B, T, V) float64.
+        targets: (B, T) int64.
+
+    Returns:
+        A scalar in nats per byte.
+    """
     hidden = [(row[of >= 0], of[of >= 0]) for row, of in zip(logits, targets, strict=True)]
     return torch.stack([reference_loss(row, of) for row, of in hidden]).mean()
 
 
 def reference_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Average the cross-entropy in nats a byte over the targets that are not negative."""
+    """Average the cross-entropy over the targets that are not negative.
+
+    Args:
+        logits: (..., V) float64.
+        targets: (...) int64.
+
+    Returns:
+        A scalar in nats per byte.
+    """
     logits, targets = logits[targets >= 0], targets[targets >= 0]
     target_logits = logits.gather(-1, targets[..., None])[..., 0]
     return (torch.logsumexp(logits, dim=-1) - target_logits).mean()

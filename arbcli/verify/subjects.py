@@ -140,7 +140,7 @@ class Subject:
     def result(
         self, check: str, item: str, got: Tensor, expected: Tensor, gate: Gate
     ) -> ParityResult:
-        """Compare two tensors by a gate."""
+        """Compare a result with the expected one, of the same shape, by a gate."""
         largest, relative, cosine = errors(got, expected)
         close = relative is not None and relative <= gate.relative
         return ParityResult(

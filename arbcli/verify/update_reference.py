@@ -24,11 +24,12 @@ def reference_weight(tensor: TernaryTensor) -> Tensor:
 
 
 def state_values(tensor: TernaryTensor) -> dict[str, Tensor]:
-    """Read what a packed tensor stores, as float64 numbers.
+    """Read the values that a packed tensor stores, as float64.
 
     Returns:
-        z = T P + A, v = 128 E + F, the moment m in root-mean-squares of the direction, and the
-        running mean squares of rows and columns, 0 where there is none yet.
+        By name: `z` = T P + A, (N, K); `v` = 128 E + F, (N, groups); `m`, (N, K), the moment in
+        root-mean-squares of the direction; and `rows`, (N,), and `columns`, (K,), the running mean
+        squares, 0 where there is none yet, if the tensor has them.
     """
     rule, slow = tensor.rule, tensor.num_weights > SLOW_WEIGHTS
     unpack = unpack_trits_torch if slow else unpack_trits_reference
@@ -53,7 +54,13 @@ def state_values(tensor: TernaryTensor) -> dict[str, Tensor]:
 
 
 def reference_direction(grad: Tensor, direction: str, before: dict[str, Tensor]) -> Tensor:
-    """Compute the direction of a step, of unit root-mean-square, in float64."""
+    """Compute the direction of a step, (N, K) float64, of unit root-mean-square.
+
+    Args:
+        grad: (N, K).
+        direction: name of the direction.
+        before: result of `state_values` before the step.
+    """
     grad = grad.double()
     if direction == "sign":
         u = grad.sign()
@@ -89,7 +96,16 @@ def _running_mean(before: Tensor, value: Tensor) -> Tensor:
 
 
 def reference_slope(grad: Tensor, weight: Tensor, group_size: int) -> Tensor:
-    """Sum g * w over each group, then divide by the root-mean-square, in float64."""
+    """Sum g * w over each group, then divide by the root-mean-square, in float64.
+
+    Args:
+        grad: (N, K).
+        weight: (N, K) float64.
+        group_size: number of weights per group.
+
+    Returns:
+        (N, groups) float64.
+    """
     products = grad.double() * weight
     slope = torch.stack([part.sum(dim=1) for part in products.split(group_size, dim=1)], dim=1)
     return slope / _rms(slope)
@@ -156,7 +172,7 @@ def reference_step(
 
 
 def reference_boost(moment: Tensor, accumulation: int) -> float:
-    """Compute the factor of gradients in a moment, from its value before the step.
+    """Compute the factor of gradients in a moment from its value before the step, (N, K) float64.
 
     Independent gradients of unit RMS have a moment with a mean square of 0.1**2 / (1 - 0.9**2).
     """

@@ -37,7 +37,7 @@ class Case:
     """One set of inputs, the same for the kernel, the torch backend and the reference."""
 
     label: str
-    """Shapes and what is awkward about them."""
+    """Shapes and their awkward properties."""
     inputs: tuple
     """Positional arguments; the runner of a case passes clones, so updates in place are safe."""
     chunk_elements: int | None = None
@@ -56,7 +56,7 @@ def filled(value: float) -> Callable[[Tensor], Tensor]:
 
 
 def one_of(value: float) -> Callable[[Tensor], Tensor]:
-    """Return a change that sets one element of a matrix."""
+    """Return a change that sets one element of a matrix, (N, K)."""
 
     def change(values: Tensor) -> Tensor:
         values = values.clone()
@@ -72,7 +72,7 @@ def same_inputs(run: Callable) -> Callable:
 
 
 def nothing(values: Tensor) -> Tensor:
-    """Return none of the rows."""
+    """Return (0, ...), none of the rows of (N, ...)."""
     return values[:0]
 
 

@@ -419,7 +419,7 @@ def fits_parts(qkv: Tensor) -> bool:
 
 
 def fits_heads(qkv: Tensor) -> bool:
-    """Return whether `attend_parts` supports the dtype and the head width."""
+    """Return whether `attend_parts` supports the dtype and the head width d of `qkv`, (..., d)."""
     return qkv.dtype == torch.bfloat16 and qkv.shape[-1] in WIDTHS
 
 
@@ -440,8 +440,8 @@ attend_parts = Operation(
 Args:
     qkv: (3, heads, d) bfloat16, contiguous, d 64 or 128: query, key and value.
     keys: (heads, W, d) bfloat16, contiguous; slot `position` mod W is written. Keys are such as
-        are stored here, normalised: exp of no score overflows. What has never been written is
-        not read. It begins at a multiple of 16 bytes.
+        are stored here, normalised: exp of no score overflows. Slots that were never written
+        are not read. It begins at a multiple of 16 bytes.
     values: like `keys`.
     position: int32 scalar tensor: number of bytes before this one. It is read on the device, and
         must be below P.

@@ -64,7 +64,7 @@ def new_gradients(q: Tensor, kv: int) -> Tensor:
 
 
 def split_heads(grads: Tensor, kv: int) -> tuple[Tensor, Tensor, Tensor]:
-    """View what `new_gradients` allocated as gradients of q, k and v, (B, their heads, T, d)."""
+    """View a buffer of `new_gradients` as gradients of q, k and v, (B, their heads, T, d)."""
     q, k, v = grads.transpose(1, 2).split([grads.shape[2] - 2 * kv, kv, kv], dim=1)
     return q, k, v
 
@@ -363,7 +363,8 @@ def launch_backward(
         logs: as in `causal_attention_backward`.
         turned: r, cosines and sines of the `rotary_norm_` that computed q and k; the gradients
             are then those of its input.
-        dropped: key and rate of the dropout of attention weights; None drops nothing.
+        dropped: key, an int32 scalar tensor, and rate of the dropout of attention weights; None
+            drops nothing.
     """
     _, q, k, *_ = inputs
     batch, heads, length, width = q.shape

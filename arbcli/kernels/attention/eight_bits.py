@@ -46,7 +46,10 @@ def decode_entries(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tens
     Args:
         codes: (..., d), as `quantise_entries` returns them.
         exponents: (...) int8.
-        dtype: dtype of the result, (..., d).
+        dtype: dtype of the result.
+
+    Returns:
+        (..., d) of `dtype`.
     """
     power = ((exponents.to(torch.int32) + 128) << 23).view(torch.float32)
     scale = power * 2.0 ** -ROOM[codes.dtype]
@@ -54,7 +57,7 @@ def decode_entries(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tens
 
 
 def round_entries(x: Tensor, stored: torch.dtype, rotated: int = 0) -> Tensor:
-    """Quantise and decode entries; the dtype does not change.
+    """Quantise and decode entries, (..., d); dtype and shape do not change.
 
     Args:
         x: (..., d).
@@ -86,7 +89,7 @@ def part_rotated(x: Tensor, rotated: int) -> tuple[Tensor, Tensor]:
 
 
 def join_rotated(rotated: Tensor, others: Tensor) -> Tensor:
-    """Invert `part_rotated`."""
+    """Invert `part_rotated`: (..., rotated) and (..., d - rotated) to (..., d)."""
     pairs = zip(rotated.chunk(2, dim=-1), others.chunk(2, dim=-1), strict=True)
     return torch.cat([part for pair in pairs for part in pair], dim=-1)
 

@@ -25,9 +25,14 @@ REST_ROWS = 8
 
 
 def digits_torch(packed: Packed, dtype: torch.dtype, rows: slice | None = None) -> Tensor:
-    """Compute T, or z / U of int8 weights, exactly in float32.
+    """Compute T, or z / U of int8 weights, exactly in float32: (N, K) of `dtype`.
 
     The result is exact in bfloat16 too, unless the weights of the two digits are fading.
+
+    Args:
+        packed: the matrix.
+        dtype: float32 or bfloat16.
+        rows: slice of rows; None for all.
     """
     packed = packed if rows is None else packed.rows(rows)
     trits = unpack_trits_torch(packed.trits, packed.in_features, dtype)
@@ -74,6 +79,9 @@ def native_arguments(packed: Packed) -> tuple[Tensor | int | None, ...]:
 
 def decode_digits(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode a matrix with the native loop if the device has it, otherwise with torch.
+
+    Returns:
+        (N, K) of `dtype`.
 
     Raises:
         ValueError: shapes or dtypes of the matrix do not match, or `dtype` is neither bfloat16 nor

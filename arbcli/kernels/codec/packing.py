@@ -221,7 +221,7 @@ def _pack_trits_triton(trits: Tensor) -> Tensor:
 
 
 def illegal_bytes(packed: Tensor) -> int:
-    """Count bytes that are not five trits (243..255), on the CPU.
+    """Count bytes that are not five trits (243..255) in uint8 of any shape, on the CPU.
 
     Uses numpy: several threads may call it at once, and torch would start threads for each call.
     """

@@ -122,13 +122,16 @@ def _pieces(packed: Packed, gated: bool, blocks: int) -> Tensor:
 def multiply_on_cpu(
     x: Tensor, weight: Prepacked, eps: float | None = None, added: Tensor | None = None
 ) -> Tensor:
-    """Compute `row_matmul` of any number of rows with the native loop, in the dtype of `x`.
+    """Compute `row_matmul` of any number of rows with the native loop.
 
     Args:
         x: (M, K) bfloat16 or float32, contiguous, K a multiple of 8.
         weight: the prepacked matrix.
         eps: added to the mean square; None omits the norm.
         added: like the result, (M, N); None omits the sum.
+
+    Returns:
+        (M, N) in the dtype of `x`.
 
     Raises:
         ValueError: a dtype or a shape does not fit.

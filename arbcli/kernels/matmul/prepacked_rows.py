@@ -456,7 +456,7 @@ def multiply_prepacked(
     x: Tensor, pieces: Tensor, scales: Tensor | None, out_features: int, in_features: int,
     gated: bool, eps: float | None, added: Tensor | None, dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernel for a matrix of trits, or, with `scales`, of int8 weights."""
+    """Launch the kernel of `prepacked_rows`, or, with `scales`, that of `int8_matmul`."""
     y = torch.empty(len(x), out_features, dtype=dtype, device=x.device)
     tiles, blocks, ternary = len(pieces), triton.cdiv(in_features, BLOCK), scales is None
     x = x if x.data_ptr() % 16 == 0 else x.clone()

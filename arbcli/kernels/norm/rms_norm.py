@@ -102,7 +102,7 @@ def norm_backward_native(
     """Compute the gradient of x in `norm_native`, and recompute its result.
 
     The gradient is written to `grad_x`, like x and contiguous. It may be x itself, as each row is
-        read before it is written.
+    read before it is written.
     """
     y = torch.empty(grad_y.shape, dtype=x.dtype, device=x.device)
     if y.numel():

@@ -31,7 +31,7 @@ MOST_COUNTED = 1024
 
 
 def decodes_whole(ids: Tensor, packed: Packed) -> bool:
-    """Return whether the whole table is decoded, each row once."""
+    """Return whether the whole table is decoded for (M,) ids, each row once."""
     return packed.out_features < len(ids) and packed.out_features <= MOST_DECODED
 
 

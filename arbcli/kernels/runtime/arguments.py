@@ -292,7 +292,7 @@ class TensorOptions(TypedDict):
 
 
 def placed(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device with its strides and offset, which `to` does not always keep."""
+    """Copy a tensor of any shape to a device with its strides and offset, unlike `to`."""
     if not x.numel():
         return x.to(device)
     steps = zip(x.shape, x.stride(), strict=True)

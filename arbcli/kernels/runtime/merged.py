@@ -277,7 +277,7 @@ class Tables:
         self._numbers: list[int] = []
 
     def bring(self, numbers: list[int], device: torch.device) -> Tensor:
-        """Copy integers to the device; for captured launches, only reserve memory.
+        """Copy integers to the device, (numbers,) int64; for captured launches, only reserve room.
 
         Raises:
             RuntimeError: captured integers exceed the reserved memory.
@@ -296,14 +296,14 @@ class Tables:
         """Keep the tables of launches captured inside the context, and write them at its end.
 
         A graph reuses its own memory, and data written to it once would be lost, so the tables
-        are outside of it. Its addresses never change.
+        are outside of it. Their addresses never change.
 
         Args:
             numbers: maximum number of integers.
             device: device of the tables.
 
         Yields:
-            The tables, which must live as long as the graph.
+            The tables, (numbers,) int64, which must live as long as the graph.
         """
         self._room = room = torch.zeros(numbers, dtype=torch.int64, device=device)
         self._numbers = []

@@ -97,7 +97,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Keep torch's compiler out: to tell it to leave this alone is to import it, for 2 s."""
+        """Return False, as True would import torch's compiler, which takes 2 s."""
         return False
 
     def __torch_dispatch__(
@@ -170,15 +170,15 @@ def threads_for(elements: int) -> int:
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """View, or copy, (..., D) as rows whose columns lie next to each other."""
+    """Return (..., D) as rows, (M, D), with adjacent columns: a view, or a copy."""
     return as_rows(x.reshape(-1, x.shape[-1]))
 
 
 def has_dense_rows(matrix: Tensor) -> bool:
-    """Return whether the columns of a matrix lie next to each other, as the loops need."""
+    """Return whether the columns of a matrix, (N, K), are adjacent in memory, as loops need."""
     return matrix.shape[1] <= 1 or matrix.stride(1) == 1
 
 
 def as_rows(matrix: Tensor) -> Tensor:
-    """Copy a matrix whose columns do not lie next to each other."""
+    """Return a matrix, (N, K), with adjacent columns: itself, or a copy."""
     return matrix if has_dense_rows(matrix) else matrix.contiguous()

@@ -20,7 +20,7 @@ overlap, such as torch's own. A step of a text reads before waits:
 - In a model with chunks, positions of decoders and of the inner network are counted by kernels of
   a step. Before a decoder follows the end of a phase, which no kernel overlaps, or the kernel that
   takes a chunk, which is not early; after the inner network, the same two kernels as above.
-- `route_position` and `take_chunk` read what was computed before the product that they wait for,
+- `route_position` and `take_chunk` read results from before the product that they wait for,
   so that product must not be early: the argument `early` of `TernaryLinear.fused`.
 """
 

@@ -31,7 +31,7 @@ def _add_slopes_torch(
 
 
 def sum_squares(total: Tensor) -> Tensor:
-    """Sum the squares of a total, as `add_slopes` returns them, in one part."""
+    """Sum the squares of a total, (N, groups) int16, in one part: (1,) float64, float32 on MPS."""
     wide = total.float() if total.is_mps else total.double()  # a GPU of Apple has no float64
     return wide.square_().sum().view(1)
 

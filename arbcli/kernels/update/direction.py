@@ -21,14 +21,14 @@ FEW_REGISTERS, MOST_REGISTERS = 128, 255
 
 
 def registers_of(matrix: Tensor) -> int:
-    """Return how many registers a thread may have: few for small matrices, for more programs."""
+    """Return the maximum registers of a thread: few for small matrices, for more programs."""
     return tiles_of_a_program(matrix, FEW_REGISTERS, MOST_REGISTERS)
 
 
 def fixed_point_torch(
     values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, rows: slice, limit: int
 ) -> Tensor:
-    """Compute u as a new int32 tensor for some rows of the matrix."""
+    """Compute u for some rows, (R, K) int32, from factors as of `FactoredUpdate`."""
     if row_gain is None:
         return torch.sign(values[rows]).to(torch.int32).mul_(UNIT)
     u = values[rows].to(torch.float32, copy=True).mul_(row_gain[rows, None])
@@ -40,7 +40,7 @@ def fixed_point_torch(
 def native_arguments(
     values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None
 ) -> tuple[Tensor | int | None, ...]:
-    """List what native loops take for a direction."""
+    """List the arguments of native loops for the factors of a direction: see `FactoredUpdate`."""
     values = native.as_rows(values)
     sizes = values.dtype == torch.bfloat16, 0 if row_gain is None else row_gain.stride(0)
     return values, row_gain, column_gain, values.stride(0), *sizes, values.shape[1]

@@ -1,7 +1,7 @@
 """Statistics of a gradient in one pass: slopes of the scales, and sums of squares.
 
 slope[n, g] = sum over k in group g of grad * w, the slope of the loss in the log of a scale. The
-squares are summed over the matrix, which tells whether the gradient can be used, and over its rows
+squares are summed over the matrix, which shows whether the gradient is usable, and over its rows
 and columns. Sums come in parts, one for each tile, so that adding them up in order gives the same
 bits every time.
 """

@@ -1,4 +1,4 @@
-"""Inverses of a Gram matrix plus shifts, as one sum: what makes a rational function of a matrix X.
+"""Sum of inverses of a shifted Gram matrix, by which a rational function of a matrix X is computed.
 
     Q = (w_0 I + sum over i of w_i (A + c_i I)^-1) / sqrt(s),  A = X X.T / s,  s = |X X.T|
 
@@ -82,7 +82,7 @@ def gram_inverses(x: Tensor, shifts: tuple[float, ...], weights: tuple[float, ..
         weights: w_0, w_1 ..
 
     Returns:
-        (n, n) or (B, n, n) float32; of zeros it is finite, and what is not finite stays so.
+        (n, n) or (B, n, n) float32; finite for zeros, and not finite where x is not.
 
     Raises:
         ValueError: the dtype or a shape does not fit.

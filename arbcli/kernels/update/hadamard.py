@@ -53,11 +53,14 @@ def mixed(x: Tensor, block: int) -> Tensor:
 
 
 def mixed_back(y: Tensor, block: int) -> Tensor:
-    """Compute (y H) * s, B times what was mixed.
+    """Compute (y H) * s, B times the input of `mixed`.
 
     Args:
         y: (N, K) int32 sums, of magnitude up to (2**31 - 1) / B.
         block: as of `mixed`.
+
+    Returns:
+        (N, K) int32; y itself if `block` is 1.
     """
     return y if block == 1 else _stages(y, block) * _signs(y)
 

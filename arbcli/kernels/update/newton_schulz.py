@@ -291,13 +291,20 @@ def _readable(stack: Tensor) -> Tensor:
 
 
 def has_aligned_rows(stack: Tensor) -> bool:
-    """Whether the copy engine can read the rows of a stack of matrices where they are."""
+    """Return whether the copy engine can read the rows of a stack, (B, n, k), in place."""
     starts = (stack.data_ptr(), *(s * stack.itemsize for s in stack.stride()[:2]))
     return stack.stride(2) == 1 and all(start % 16 == 0 and start > 0 for start in starts)
 
 
 def empty_aligned(matrices: int, n: int, k: int, like: Tensor) -> Tensor:
-    """Make an uninitialised stack whose rows begin at multiples of 16 bytes."""
+    """Create an uninitialised stack, (matrices, n, k), whose rows begin at multiples of 16 bytes.
+
+    Args:
+        matrices: number of matrices.
+        n: number of rows.
+        k: number of columns.
+        like: tensor of the same dtype and device.
+    """
     unit = 16 // like.itemsize
     width = triton.cdiv(k, unit) * unit
     return torch.empty(matrices, n, width, dtype=like.dtype, device=like.device)[:, :, :k]
@@ -340,6 +347,9 @@ def shares_polynomial(stack: Tensor) -> bool:
 
     A program of the kernel has a tile of one matrix, for few rows, and the matrix library computes
     the squares of a stack.
+
+    Args:
+        stack: (B, n, m).
     """
     return stack.shape[-2] <= MOST_SHARED and _pays(stack, True) and not _pays(stack, False)
 

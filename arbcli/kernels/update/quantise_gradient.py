@@ -40,11 +40,11 @@ def fitting_exponents(largest: Tensor, limit: int) -> Tensor:
     """Compute the exponents of rows from their largest magnitudes.
 
     Args:
-        largest: float32, infinite or NaN where a row is not finite.
+        largest: float32 of any shape, infinite or NaN where a row is not finite.
         limit: maximum of the quotients.
 
     Returns:
-        int8 like `largest`, within `LOWEST` and `HIGHEST`, or `NONE` or `NOT_FINITE`.
+        int8 of the shape of `largest`, within `LOWEST` and `HIGHEST`, or `NONE` or `NOT_FINITE`.
     """
     field = largest.view(torch.int32) >> 23
     e = (field - 126 - limit.bit_length()).clamp(LOWEST, HIGHEST)
@@ -219,10 +219,10 @@ Args:
         sums cannot wrap: each part is within -limit..limit.
     low: ((N + 1) // 2, K) uint8, with rows that are contiguous, the last four bits of sums of
         twelve, whose others are in int8 `sums`; None where `sums` have all.
-    fitting: (N,) int8, contiguous; becomes the exponents that would have fitted, or with `add`
-        the larger of these and what is there.
+    fitting: (N,) int8, contiguous; set to the exponents that would have fitted, or with `add`
+        to the larger of these and its values.
     limit: 1..32767, no more than `sums` and `low` hold.
     block: columns that are mixed, a power of two up to `LARGEST_BLOCK` that divides K; 1 is
         none.
-    add: whether what is in `sums`, `low` and `fitting` counts.
+    add: whether to add to the values in `sums`, `low` and `fitting`.
 """

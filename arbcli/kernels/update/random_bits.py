@@ -25,7 +25,7 @@ _15, _16, _LOW_16, _LOW_17 = (_int32(word) for word in (15, 16, 0xFFFF, 0x1FFFF)
 
 
 def mix(x: Tensor) -> Tensor:
-    """Scramble int32 words; the same bits as `mix_reference`, read as two's complement."""
+    """Scramble int32 words of any shape; the bits of `mix_reference` as two's complement."""
     high = (x >> _16).bitwise_and_(_LOW_16)
     x = (x ^ high).mul_(_FIRST)
     torch.bitwise_right_shift(x, _15, out=high).bitwise_and_(_LOW_17)
@@ -89,7 +89,7 @@ def stream_keys(seed: Tensor, tick: Tensor, num_tensors: int, num_streams: int) 
 
 
 def stream_key(seed: int, tick: int, device: torch.device) -> Tensor:
-    """Derive a single key of `stream_keys`, an int32 scalar on the device."""
+    """Derive a single key of `stream_keys`, an int32 scalar tensor on the device."""
     words = torch.tensor([seed, tick], dtype=torch.int32, device=device)
     return stream_keys(words[0], words[1], 1, 1)[0, 0]
 

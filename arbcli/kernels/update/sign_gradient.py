@@ -4,7 +4,7 @@
     signs[n, k] = sign(g[n, k]),   slope[n, j] = sum over k in group j of signs[n, k] * w[n, k]
 
 For rules that need no more of a gradient than its signs: g lives in registers, and no float of the
-shape of the weight is stored. The squares of g are added up besides, which tells whether it can be
+shape of the weight is stored. The squares of g are summed too, which shows whether it can be
 used; a NaN has the sign 0.
 """
 

@@ -52,6 +52,11 @@ def moment_gain(step_size: Tensor, squares: Tensor, num_weights: int) -> int:
 
     Between tensors on the CPU every operation is one correctly rounded float32 operation; a root is
     that of float64 rounded, as torch's in float32 is off by a bit on some CPUs.
+
+    Args:
+        step_size: int64 scalar tensor, in units of 2**-32 of z.
+        squares: int64 scalar tensor, sum of the squares of the moment.
+        num_weights: number of elements of the moment.
     """
     size, total = (x.to("cpu", torch.float32) for x in (step_size * 2.0**-16, squares))
     mean_square = total / torch.tensor(num_weights, dtype=torch.float32)
@@ -421,16 +426,16 @@ Args:
     remainder: (N, K) int8, A; with no `moment`, bytes of 16 m + (A mod 16).
     moment: (N, K) int8, m; None for the high half of the remainder's bytes.
     key: int32 scalar tensor, from `stream_keys`.
-    turn: int32 scalar tensor, 0..65535, what the random bits are turned by.
-    step_size: int64 scalar tensor, what unit root-mean-square moves z, in units of 2**-32.
+    turn: int32 scalar tensor, 0..65535, the offset of the random bits.
+    step_size: int64 scalar tensor, the step of z at unit root-mean-square, in units of 2**-32.
     squares: int64 scalar tensor, the sum of m squared over the matrix.
     limit: int32 scalar tensor, the largest |d|, in units of 2**-16 of z.
     ok: int32 scalar tensor; if 0, nothing changes.
     flips: int64 scalar tensor; the number of trits that changed is added to it.
-    radix: P, what a trit is worth in units of A.
+    radix: P, the value of a trit in units of A.
     remainder_max: z is clipped to +-(P + remainder_max).
-    decay: int32 scalar tensor, 0..`LARGEST_DECAY`, what z decays by, in units of 2**-24; None for
-        no decay.
+    decay: int32 scalar tensor, 0..`LARGEST_DECAY`, the decay of z in units of 2**-24; None for no
+        decay.
 """
 step_by_direction = Operation(
     "step_by_direction", _step_by_direction_triton, _step_by_direction_torch,
@@ -454,8 +459,8 @@ Args:
     limit: int32 scalar tensor, the largest |d|.
     ok: int32 scalar tensor; if 0, nothing changes.
     flips: int64 scalar tensor; the number of trits that changed is added to it.
-    radix: P, what a trit is worth in units of A.
+    radix: P, the value of a trit in units of A.
     remainder_max: z is clipped to +-(P + remainder_max).
-    decay: int32 scalar tensor, 0..`LARGEST_DECAY`, what z decays by, in units of 2**-24; None for
-        no decay.
+    decay: int32 scalar tensor, 0..`LARGEST_DECAY`, the decay of z in units of 2**-24; None for no
+        decay.
 """

@@ -19,7 +19,7 @@ from arbcli.verify.verification import Verification, gradients_of
 
 
 def _factors(q: Tensor, key: Tensor, rate: float) -> Tensor:
-    """Compute what weights are multiplied by, (B, heads, T, T) float64."""
+    """Compute the factors of weights, (B, heads, T, T) float64."""
     batch, heads, length, _ = q.shape
     words = random_bits_reference(int(key), batch * heads * length, length).to(q.device)
     mask = (words >= round(rate * 2**32)).view(batch, heads, length, length)
