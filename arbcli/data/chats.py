@@ -42,7 +42,7 @@ VARIABLES = "tools", "documents"
 UNREAD = "chat_template", "chat_template_kwargs", "functions"
 """Fields of a record that decide its text elsewhere, and are refused."""
 UNREAD_OF_MESSAGES = "train", "train_on", "mask"
-"""Fields of a message that decide elsewhere what is learnt, and are refused."""
+"""Fields of a message that select learnt tokens elsewhere, and are refused."""
 ROLES = "user", "assistant"
 MOST_DOCUMENTS = 64
 """Maximum number of documents in a window, including the padding."""

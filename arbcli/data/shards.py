@@ -1,7 +1,7 @@
 """Shards: files of tokens that other programs wrote, as integers of two or four bytes.
 
-llm.c's have a header, whose first number tells them from any text. Files without one, such as
-nanoGPT's, are shards only if `--data-format` says so.
+llm.c's have a header, whose first number distinguishes them from any text. Files without one,
+such as nanoGPT's, are shards only if `--data-format` says so.
 """
 
 import itertools

@@ -93,7 +93,7 @@ class Budget:
             self.spend(ELEMENT * len(value))
 
     def charge_growth(self, name: str, text: Any, values: list[Any]) -> None:
-        """Take what a method or filter costs: the sizes, and products of those that it repeats."""
+        """Charge the cost of a method or filter: sizes, and products of those that it repeats."""
         size, sizes = self.charge(text), [self.charge(value) for value in values]
         if name == "replace" and len(sizes) > 1:
             self.spend((size // max(sizes[0], 1) + 1) * sizes[1])
@@ -356,7 +356,7 @@ def _charged_test(
 
 
 def _passed(function: Callable[..., Any], context: Any) -> list[Any]:
-    """Return what Jinja passes to a filter or test before its value."""
+    """Return the arguments that Jinja passes to a filter or test before its value."""
     passed = getattr(function, "jinja_pass_arg", None)
     if passed is None:
         return []

@@ -269,7 +269,7 @@ def check_is_bytes(token_bytes: int) -> None:
         token_bytes: see `Text.token_bytes`.
 
     Raises:
-        ArbError: it is of shards of tokens.
+        ArbError: the text consists of shards of tokens.
     """
     if token_bytes > 1:
         raise ArbError(

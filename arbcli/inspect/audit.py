@@ -122,7 +122,7 @@ def check_fit(
     Args:
         config: configuration of the run.
         budget: the budget in bytes.
-        progress: called with what is predicted, before each step of it.
+        progress: called with the subject of the prediction, before each of its steps.
 
     Raises:
         ArbError: the batches alone are beyond any machine.

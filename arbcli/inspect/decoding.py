@@ -38,7 +38,7 @@ begins, keep derived constants."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockReading:
-    """Sizes in one block at the decoded position; None for what is not finite, or is not there."""
+    """Sizes in one block at the decoded position; None where a size is not finite or absent."""
 
     name: str
     stream: float | None

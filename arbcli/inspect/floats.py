@@ -1,7 +1,7 @@
 """Every float tensor of a training step: its module, stage and bytes, and whether it survives.
 
 An operation of torch makes each of them, or a launcher that allocates for a kernel: registers and
-what loops in C keep on their stack are not tensors.
+the stacks of loops in C are not tensors.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ class FloatTensor:
     """A float tensor of a step, or several that are alike."""
 
     module: str
-    """The innermost module whose forward runs, or the gradient of whose output came last."""
+    """Innermost module whose forward runs, or whose output received the last gradient."""
     stage: str
-    """`forward`, `backward` (which updates the weights too), or `end` for what is after both."""
+    """`forward`, `backward` (which updates the weights too), or `end` after both."""
     made_in: str
     """Function of this package that allocated the tensors; `autograd` if there is none."""
     dtype: str
@@ -68,7 +68,7 @@ class FloatTensors(Storages):
                 handle.remove()
 
     def reached(self, stage: str) -> None:
-        """Begin the stage after the one that ends, as `Trainer.train_step` tells of it."""
+        """Begin the stage after `stage`, which `Trainer.train_step` reports as reached."""
         self.stage = {"forward": "backward", "backward": "end"}[stage]
         self._within = [OUTSIDE]
 

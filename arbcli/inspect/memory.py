@@ -1,6 +1,6 @@
 """The state of a model: predicted from its configuration alone, and measured.
 
-A prediction reads what the layers declare, of a model that is built where tensors have no memory.
+A prediction reads the declarations of layers, in a model that is built on tensors without memory.
 """
 
 import dataclasses

@@ -23,7 +23,7 @@ class PartReport:
     depth: int
     """Depth in the tree: number of enclosing parts."""
     count: int
-    """How many there are of it; weights and bytes are those of all of them."""
+    """Number of equal parts; weights and bytes are those of all of them."""
     kind: str
     shape: str
     """Description: settings that differ from the default, or sizes of matrices."""

@@ -2,7 +2,7 @@
 
 The trainer's own steps run on tensors that have shapes and storages only; see `trace.py`. Whatever
 they allocate and release goes, in order, through a model of the CUDA allocator, or on a CPU through
-a sum. Nothing here knows what a model consists of.
+a sum. Nothing here depends on the parts of a model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ from arbcli.training.trainer import Trainer
 ASSUMED_GPU = ((9, 0), 132)
 """Compute capability and processors where there is no GPU to ask: those of an H200."""
 WARM_STEPS = 2
-"""Steps that are not captured; every later one allocates what the second did."""
+"""Steps that are not captured; every later one allocates the same as the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class _Total:
 
 
 class _Trace(Storages):
-    """Allocates every storage in a simulated memory, and records what the peak consists of."""
+    """Allocates every storage in a simulated memory, and records the composition of the peak."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(META)
@@ -165,7 +165,7 @@ class _Trace(Storages):
         self._give(self._blocks.pop(key))
 
     def end_stage(self) -> None:
-        """End the loading, or a step: what is alive now and was not before is constant."""
+        """End the loading, or a step: storages that are newly alive are constant."""
         self.loading = False
         for key, allocation in self._blocks.items():
             if allocation.part in ("saved", "transient"):
@@ -189,7 +189,7 @@ class _Trace(Storages):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Capture what is done inside, as `Trainer` does it."""
+        """Capture the block, as `Trainer` does."""
         if not isinstance(self.memory, Allocator):
             yield
             return

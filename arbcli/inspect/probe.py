@@ -311,7 +311,7 @@ def _floats(value: Any) -> Iterator[Tensor]:
 
 
 class _Tally:
-    """Counts what steps do to one packed tensor, by unpacking it before and after each."""
+    """Counts changes of a packed tensor in steps, by unpacking it before and after each."""
 
     def __init__(self, name: str, tensor: TernaryTensor) -> None:
         self.name, self.tensor = name, tensor
@@ -464,10 +464,10 @@ def _ranges_of_blocks(
 
 @torch.no_grad()
 def _count_acausal(model: LanguageModel, ids: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Change one byte of every window, the last one of the last; count what moved before it.
+    """Change one byte of every window, the last one in the last; count changes before it.
 
-    With experts the rows that a product is made of change, and so do the last bits of its sums:
-    there only what moves by more than `ROUNDING` of the root-mean-square counts. It is computed in
+    With experts the rows of a product change, and so do the last bits of its sums:
+    there only changes above `ROUNDING` of the root-mean-square count. They are computed in
     float32, as one unit of bfloat16 is more than that.
 
     Returns:
@@ -552,7 +552,7 @@ def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
 def _live_counter(device: torch.device) -> Iterator[Callable[[], int]]:
     """Yield a counter of the bytes of live tensors.
 
-    On a CPU what is alive already is counted once: to go through it again takes as long as a step.
+    On a CPU tensors that are already alive are counted once, as a count takes as long as a step.
     """
 
     def count() -> int:

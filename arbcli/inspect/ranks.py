@@ -68,7 +68,7 @@ def predict_ranks(
         config: configuration of a run that communicates gradients.
         size: number of processes.
         budget: bytes that each may take.
-        progress: called with what is predicted, before each prediction.
+        progress: called with the subject of each prediction, before it.
 
     Raises:
         ArbError: the run cannot be shared out so.

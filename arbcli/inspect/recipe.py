@@ -30,7 +30,7 @@ KEPT_TOKENS = 8192
 """Least tokens of a micro-batch on a GPU that keeps its activations. A smaller one spends more time
 on its passes over the gradients than on recomputing activations in a larger one."""
 TRACED = 2
-"""Most micro-batches of a process that are traced; later ones allocate what the second one does."""
+"""Most micro-batches of a process that are traced; later ones allocate the same as the second."""
 MOST_SUMMED = 64
 """Most micro-batches whose sum has 16 bits by default, as the traced sum of `int16` has."""
 SEGMENT = 20 * 2**20
@@ -109,7 +109,7 @@ def choose_step(
         text_tokens: length of the training text; None is a long one.
         processes: number of processes that share a step.
         sums: whether micro-batches of a process may be summed.
-        progress: called with what is predicted, before each prediction.
+        progress: called with the subject of each prediction, before it.
 
     Returns:
         The settings; None if not even a window fits.

@@ -1,8 +1,9 @@
 """Check that there is memory for a run, before any of it is allocated.
 
-An allocator of a GPU says no in time, with nothing lost. That of a CPU does not: the machine swaps,
-or ends the process. What is counted here is what every step holds for certain, so it is known at
-once and refuses no run that fits; `arb audit-memory --budget` predicts the whole of it.
+An allocator of a GPU refuses in time, and nothing is lost. That of a CPU does not: the machine
+swaps, or ends the process. Only memory that every step certainly holds is counted here, so it is
+known at once and refuses no run that fits; `arb audit-memory --budget` predicts the complete
+memory.
 """
 
 import torch

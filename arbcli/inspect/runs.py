@@ -154,7 +154,7 @@ def read_run(run: Path) -> RunSummary:
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes with the content of a file; None if there is none."""
+    """Return numbers that change with the content of a file; None if there is none."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -189,7 +189,7 @@ def _has_files(run: Path) -> bool:
 
 
 def _settings(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run except its seed, and what identifies its text and its start."""
+    """Return the settings of a run except its seed, and the identity of its text and its start."""
     settings = dict(_flat(finite(facts["config"])))
     del settings["seed"]
     if facts["text"].get("split") != "files":  # otherwise the seed decides which are held out

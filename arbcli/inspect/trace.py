@@ -30,13 +30,13 @@ MARK = "__dynamo_disable"
 
 
 def held_tensors() -> Iterator[Tensor]:
-    """Yield the tensors that Python holds, by exact type: to ask a lazy object would wake it."""
+    """Yield the tensors that Python holds, by exact type, as other checks evaluate lazy objects."""
     objects = gc.get_objects()
     return compress(objects, map({Tensor, Parameter}.__contains__, map(type, objects)))
 
 
 class Storages(TorchDispatchMode):
-    """Sees the storages of one device come to life and die while the mode is on, in their order."""
+    """Observes allocations and frees of storages of one device, in order, while the mode is on."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def no_compiler() -> Iterator[None]:
 
 
 class LiveTensors(Storages):
-    """Counts the bytes of one device's storages that come to life while the mode is on."""
+    """Counts the bytes of one device's storages that are allocated while the mode is on."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -164,12 +164,12 @@ def no_memory(device: torch.device) -> Iterator[None]:
     """Run code for `device` on tensors that have shapes and storages, but no memory.
 
     They are torch's own `meta` tensors, on which tensors for `device` are created. Kernels
-    are not launched; what their launchers allocate is seen. `FakeTensorMode` is made for this, but
-    its tensors of a GPU have no backward where torch was built without CUDA.
+    are not launched; allocations of their launchers are seen. `FakeTensorMode` is made for this,
+    but its tensors of a GPU have no backward where torch was built without CUDA.
 
     A few functions of torch are replaced meanwhile, for all threads: a mode would not reach the
-    backward. They are those that tell a `meta` tensor from one of the device (`_answers`), or that
-    compute in another way there (`_substitutes`).
+    backward. They are those that distinguish a `meta` tensor from one of the device (`_answers`),
+    or that compute in another way there (`_substitutes`).
     """
     default = device if device.type == "cpu" else nullcontext()
     with ExitStack() as stack:

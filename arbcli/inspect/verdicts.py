@@ -84,7 +84,7 @@ class Histogram:
     high: int
     counts: tuple[int, ...]
     saturated_share: float
-    """Share of the values at either end of what the digit can hold."""
+    """Share of the values at either end of the digit's range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Round float weights to digits and scales: w is close to bf16(z / U * s), with |z| at most L.
 
-The rule says what L and U are: of `moment` 127 and 64, of `nibble` 21 and 16. A scale s is one of
+L and U follow from the rule: 127 and 64 with `moment`, 21 and 16 with `nibble`. A scale s is one of
 bf16(2 ** (v / 128)); of several v with the same s the least is used. For a group of weights s0 is
 the least scale at which no weight is beyond L, so that the largest has the last level. The error of
 the group, the sum of (decoded - w) ** 2, is measured for s0 and the scales that are so many places
@@ -104,7 +104,7 @@ def _held(place: Tensor) -> Tensor:
 
 
 def _levels(weight: Tensor, place: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Round (M, g) weights at (M,) places: z, and what they decode to; both float32."""
+    """Round (M, g) weights at (M,) places: z, and the decoded weights; both float32."""
     step = (_scale(place) / grid.unit)[:, None]
     z = (weight / step).round_().clamp_(-grid.largest, grid.largest)
     return z, (z * step).bfloat16().float()
@@ -329,7 +329,7 @@ def put(tensor: TernaryTensor, rows: slice, weight: Tensor, own_grid: bool) -> T
 
 
 def _set(tensor: TernaryTensor, rows: slice, trits: Tensor, rest: Tensor, v: Tensor) -> Tensor:
-    """Set trits, remainders and scales of some rows; return what they decode to."""
+    """Set trits, remainders and scales of some rows; return the decoded rows."""
     tensor.trits[rows] = pack_trits(trits.to(torch.int8))
     tensor.rule.start(tensor.state, rows, rest.to(torch.int8))
     tensor.exponent[rows] = (v // OCTAVE).to(torch.int8)

@@ -17,9 +17,9 @@ class MomentBoosts:
     """Factor of the gradients of a step in the moment of each matrix.
 
     The average of n gradients of unit RMS has an RMS from 1, if they are equal, to 1 / sqrt(n), if
-    they are independent, and rounding to the moment must be small beside it. The factor is r**2,
-    within 1..sqrt(n), for the ratio r of the expected mean square of the moment to its mean square
-    before the step. With a decay of 0.9, the moment settles fastest with this exponent.
+    they are independent, and rounding to the moment must be small relative to it. The factor is
+    r**2, within 1..sqrt(n), for the ratio r of the expected mean square of the moment to its mean
+    square before the step. With a decay of 0.9, the moment settles fastest with this exponent.
 
     Args:
         tensors: the tensors that are stepped.

@@ -12,7 +12,7 @@ The path of a gradient, in the order of a step:
    and after the last gradient of a step `_step_along` steps the weights.
 4. `finish` ends the step.
 
-Other files have what most runs do without: `moment_boosts.py` several micro-batches,
+Other files have features that most runs do not use: `moment_boosts.py` several micro-batches,
 `routed_slopes.py` scales that only some losses step, `averages.py` averages of weights. Two
 subclasses prepare gradients in another way: `SharedUpdater` in several processes, `ModuleUpdater`
 in modules of other libraries.

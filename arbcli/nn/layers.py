@@ -1,9 +1,9 @@
 """Modules whose parameters are packed tensors: classes of torch and of others, with integers.
 
 The class of a converted module is a subclass of its class, in which each packed parameter is a
-property that decodes. What reads `module.weight` therefore works, and gradients of such reads reach
-the optimizer. Linear layers, embeddings and experts do not decode that way: their `forward` is
-replaced, and multiplies by packed weights.
+property that decodes. Code that reads `module.weight` therefore works, and gradients of such reads
+reach the optimizer. Linear layers, embeddings and experts do not decode that way: their `forward`
+is replaced, and multiplies by packed weights.
 """
 
 import copy

@@ -33,7 +33,7 @@ OTHER_OUT = "choose another `--out`"
 def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
     """Create the next free run directory.
 
-    Its name has what runs beside it differ in: `runs/003-256x4-int8-moment-muon-lr0.5-seed0`.
+    Its name has the settings in which runs differ: `runs/003-256x4-int8-moment-muon-lr0.5-seed0`.
 
     Raises:
         ArbError: it cannot be created.

@@ -163,7 +163,7 @@ def surplus(
 
 
 def sweep_run(run: Path, config: TrainConfig, step: int, records: Sequence[dict[str, Any]]) -> None:
-    """Remove what a killed process left: temporary files, and checkpoints as `surplus` lists them.
+    """Remove leftovers of a killed process: temporary files, and the checkpoints of `surplus`.
 
     Raises:
         ArbError: a checkpoint cannot be removed.

@@ -49,7 +49,7 @@ def text_warnings(texts: Texts) -> list[str]:
 
 
 def lost_text(sample: bytes, tokenizer: "Tokenizer") -> list[str]:
-    """Return warnings about what of a text's beginning is lost in tokens.
+    """Return warnings about bytes of a text's beginning that are lost in tokens.
 
     A space at the beginning, and composed characters, may change.
 

@@ -87,7 +87,7 @@ class Checks:
 
         Args:
             text: (P,) uint8, with room for `size` more bytes.
-            key: key of the random numbers.
+            key: key of the random numbers, an int32 scalar tensor.
             sampling: temperature, top k and top p.
         """
         position = self._cache.position

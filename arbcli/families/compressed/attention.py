@@ -320,7 +320,7 @@ class CompressedAttention(CachedAttention):
 
     @property
     def unused_tensors(self) -> tuple[str, ...]:
-        """Return what pools and chooses entries, if the context is shorter than an entry."""
+        """Return the names of pooling and indexer, if the context is shorter than an entry."""
         return () if self.completes_entries else ("beta", "indexer")
 
     def forward(

@@ -48,11 +48,11 @@ class Indexer(nn.Module):
         return self.choose(scores / math.sqrt(self.heads * self.width), sees)
 
     def limit(self, products: Tensor, _sees: Tensor) -> Tensor:
-        """Limit (N, heads, N) products to what is above 0."""
+        """Clamp (N, heads, N) products to at least 0."""
         return products.relu()
 
     def choose(self, scores: Tensor, sees: Tensor) -> Tensor:
-        """Choose the entries of the largest (N, N) scores, of those that are seen."""
+        """Choose the visible entries of the largest (N, N) scores: (N, N) bool."""
         reverse = scores.masked_fill(~sees, -math.inf).flip(1)  # of ties, the later one
         order = reverse.argsort(dim=1, descending=True, stable=True)
         best = len(scores) - 1 - order[:, : self.top_k]

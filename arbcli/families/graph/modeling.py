@@ -35,7 +35,7 @@ class Sequencer(nn.Module):
         self.projection = Packed(spec.dim, part["width"], spec)
 
     def forward(self, text: Tensor, dtype: torch.dtype) -> Tensor:
-        """Compute what is added to the embedding of a text, (T, D)."""
+        """Compute the addition to the embedding of a text, (T, D), from (T,) int64 bytes."""
         total = torch.zeros((), dtype=dtype, device=text.device)
         for order in ORDERS:
             rows = ngram_rows(text, self.rows, order)
@@ -57,7 +57,7 @@ class MemGram(nn.Module):
         self.output = Packed(spec.dim, spec.dim, spec)
 
     def forward(self, text: Tensor, dtype: torch.dtype) -> Tensor:
-        """Compute what is added to the embedding of a text, (T, D)."""
+        """Compute the addition to the embedding of a text, (T, D), from (T,) int64 bytes."""
         rows = ngram_rows(text, len(self.symbol), RECALLED)
         known = rows.clamp(min=0)
         strength = (self.strength[known].double() / MOST * (rows >= 0))[:, None]
@@ -229,12 +229,12 @@ class Iterated(nn.Module):
         return result
 
     def halt(self, index: int, halted: Tensor, chance: Tensor) -> Tensor:
-        """Compute how much of each position halts with an iteration, (T,).
+        """Compute the share of each position that halts in an iteration, (T,).
 
         Args:
             index: number of the iteration.
-            halted: (T,), how much has halted before; nothing halts of a position after the last.
-            chance: (T,), how much halts, unless it is the last of what is left.
+            halted: (T,), share that has halted before; from `HALT_AT` on nothing more halts.
+            chance: (T,), share that halts, unless the rest does.
         """
         last = (halted + chance >= HALT_AT) | (index + 1 == len(self.adapters))
         return torch.where(last, 1 - halted, chance) * (halted < HALT_AT)

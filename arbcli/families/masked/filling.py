@@ -49,9 +49,10 @@ def led_in(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tens
     """Lay out a text like `lay_out`, as if the hole began `LEAD` symbols earlier.
 
     Args:
-        before: text before the hole; all of it is read after the mark if it is shorter than `LEAD`.
-        hole: text of the hole.
-        after: text after the hole.
+        before: text before the hole, (L,) int64; all of it is read after the mark if it is shorter
+            than `LEAD`.
+        hole: text of the hole, (M,) int64.
+        after: text after the hole, (R,) int64.
         vocabulary: V.
 
     Returns:

@@ -55,6 +55,9 @@ class CompositeHead(nn.Module):
             norm: norm before the heads.
             targets: (B, T) int64 bytes, with 256 added for each number of a kind.
             cross_entropy: mean cross-entropy of (N, 256) logits and (N,) targets.
+
+        Returns:
+            `text` and the results of `losses`, scalars in nats per byte.
         """
         kinds, targets = targets // BYTES, targets % BYTES
         logits, kind_logs = self(x, norm)
@@ -66,7 +69,7 @@ class CompositeHead(nn.Module):
         """Compute the mean cross-entropy of each head over the bytes of its kind.
 
         Args:
-            kind_logs: `Heads.kind_logs`.
+            kind_logs: (B, T, kinds, 256) float32: see `Heads.kind_logs`.
             targets: (B, T) int64 bytes.
             kinds: (B, T) int64 indices into `KINDS`.
 

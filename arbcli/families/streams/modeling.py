@@ -35,7 +35,7 @@ class HyperConnection(nn.Module):
 def doubly_stochastic(z: Tensor) -> Tensor:
     """Make all rows and columns of the exponentials of (T, n, n) add up to 1.
 
-    After some rounds, rows above 1 are divided by their sums, and what is missing is filled up.
+    After some rounds, rows above 1 are divided by their sums, and the deficits are filled up.
     """
     b = torch.exp(z.clamp(-LIMIT, LIMIT))
     for _ in range(ROUNDS):

@@ -2,8 +2,8 @@
 
 A block of a row holds d and the integers q: the weight is q * d. Of weights that are trits q is the
 trit and d the scale of its group, so that nothing is rounded. Of weights that are all digits q is z
-and d the scale over U. The product is what ours is before it is rounded to bf16, which llama.cpp
-does not do: it is off by at most 2**-8 of itself.
+and d the scale over U. The product is our weight without its rounding to bf16, which llama.cpp does
+not do: it differs by at most 2**-8 of itself.
 
     F32, BF16, F16  a number each
     Q4_0            32 weights in 18 bytes: d, then byte j has q + 8 of weight j in its low half and

@@ -60,7 +60,7 @@ def token_keys(
         config: configuration of the model, whose vocabulary may exceed the tokenizer's.
 
     Raises:
-        ArbError: it cannot be read, or is of a kind that is not written.
+        ArbError: the file cannot be read, or its kind is not supported.
     """
     tokenizer = _read(path)
     if tokenizer["model"]["type"] != "BPE" or tokenizer["model"].get("byte_fallback"):

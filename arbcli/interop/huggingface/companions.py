@@ -33,7 +33,7 @@ def copy_companions(source: Path, target: Path) -> None:
     """Copy the companions of a folder, byte for byte.
 
     Raises:
-        ArbError: one cannot be read or written, or is too large for what it says it is.
+        ArbError: a file cannot be read or written, or is larger than `LARGEST`.
     """
     names = [name for name in NAMES if (source / name).exists()]
     if not names:
@@ -47,7 +47,7 @@ def read_companion(path: Path) -> bytes:
     """Read a file that comes with a model, of at most `LARGEST` bytes.
 
     Raises:
-        ArbError: it cannot be read, or is too large for what its name says.
+        ArbError: the file cannot be read, or is larger than `LARGEST`.
     """
     return read_small(path, LARGEST, "remove it, if it is not needed")
 

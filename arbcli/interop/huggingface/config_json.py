@@ -1,8 +1,7 @@
 """Conversion of a Transformers `config.json` to a `ModelConfig`.
 
-Every field has to be known: one that decides what is computed is read, one that says nothing of it
-is in `SILENT`, and one that would have to be obeyed is held to the value in `ONLY`. Any other field
-is refused by its name.
+Every field has to be known: fields that affect the computation are read, fields that do not are in
+`SILENT`, and unsupported ones must have the value in `ONLY`. Any other field is refused by name.
 """
 
 from collections.abc import Collection, Mapping
@@ -43,7 +42,7 @@ SILENT = {
     "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
     "use_cache",
 }  # fmt: skip
-"""Fields that decide nothing about what a trained model computes."""
+"""Fields that do not affect the results of a trained model."""
 ONLY: dict[str, Any] = {
     "is_decoder": False, "is_encoder_decoder": False, "mlp_bias": False,
     "partial_rotary_factor": 1.0,

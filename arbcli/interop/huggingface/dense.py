@@ -122,7 +122,7 @@ class Shape(NamedTuple):
 def shape_of(config: ModelConfig) -> Shape | None:
     """Return the shape of a model of dense blocks that differ by their windows at most.
 
-    None is any other model, and one whose attention has what no architecture has.
+    None for any other model, and if no architecture has such attention.
     """
     main = config.main
     if len(config.stages) > 1 or config.beside or config.head or main.streams > 1:

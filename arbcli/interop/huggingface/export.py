@@ -276,7 +276,7 @@ class ModelFolder:
     """A folder that is read; its tensors have the names of GGUF.
 
     Raises:
-        ArbError: it is of no dense model, or a file is damaged.
+        ArbError: the model is not dense, or a file is damaged.
     """
 
     def __init__(self, path: Path) -> None:

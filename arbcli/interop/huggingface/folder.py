@@ -109,7 +109,7 @@ class WeightFolder:
         return name in self.tensors and self.tensors[name].dtype == PACKED
 
     def _unpack(self, name: str, stored: Stored) -> None:
-        """Replace packed trits by what reads them.
+        """Replace packed trits by an object that reads them.
 
         Raises:
             ArbError: they have no scale, or the dtype is another one.

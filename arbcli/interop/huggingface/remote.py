@@ -30,7 +30,7 @@ IMPORT = re.compile(r"^from (arbcli\.\S+) import", re.MULTILINE)
 
 
 def remote_config(config: ModelConfig) -> dict[str, Any]:
-    """Return what the code reads in `config.json`."""
+    """Return the values that the exported code reads in `config.json`."""
     values = dataclasses.asdict(config)
     model = {name: values[name] for name in ("stages", "beside", "head", "composite", "tied")}
     for stage, ctx in zip(model["stages"], config.slots, strict=True):

@@ -163,8 +163,11 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
             x: (M, K), or the input of `norm`, packed or not.
             norm: as in `multiply`.
             needs_grad_x: whether the gradient of x is needed; else the result may be None.
-            other_grad: another gradient of x, which `norm` adds.
+            other_grad: another gradient of x, of its shape, which `norm` adds.
             overwrite: whether the gradient of a gate may overwrite x.
+
+        Returns:
+            The gradient of x, of its shape; for packed gates (M, 2 K).
         """
         grad_x: Tensor | None = None
         source: Any = x

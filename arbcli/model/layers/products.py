@@ -1,6 +1,6 @@
 """The choice of a product of a packed matrix, by its storage, the rows, and the backend.
 
-A choice is an immutable object, which says what it depends on and runs the product:
+A choice is an immutable object, which shows its conditions and runs the product:
 
     >>> print(layer.weight.product_for(x))
     fp8: many rows of bfloat16 by trits, on triton
@@ -75,7 +75,7 @@ class Product:
     """`triton`, `native` or `torch`."""
 
     def __str__(self) -> str:
-        """Name the product, and what it was chosen for."""
+        """Name the product, and the conditions of its choice."""
         rows = f"{'many' if self.many else 'few'} rows of {dtype_name(self.dtype)}"
         return f"{self.name}: {rows} by {self.storage}, on {self.backend}"
 
@@ -148,10 +148,10 @@ class FusedProduct:
     """Whether all rows are positions of one text."""
     backend: str
     run: Callable[..., Tensor]
-    """Function of rows, the prepacked matrix, eps or None, and what is added or None."""
+    """Function of rows, the prepacked matrix, eps or None, and the residual or None."""
 
     def __str__(self) -> str:
-        """Name the product, and what it was chosen for."""
+        """Name the product, and the conditions of its choice."""
         rows = f"{self.rows} rows of {'one text' if self.one_text else 'several texts'}"
         return f"{self.name}: {rows} by {self.storage}, prepacked, on {self.backend}"
 

@@ -187,8 +187,7 @@ class SymbolWeight(LinearWeight):
         """Compute the gradients chunk by chunk, and pass each to the sink.
 
         Args:
-            uses: pairs of inputs and gradients: for losses those of `losses_backward`, or what it
-                has computed, for products x and (M, V), for an embedding ids and (M, D).
+            uses: pairs of inputs and gradients: see `emit_gradient_of_uses`.
             grad_x: (M, D) float32, to which the losses' gradient of x is added.
         """
         if self.sink is None and not self.frozen:

@@ -102,6 +102,9 @@ def transform(
             direction, these are unchanged.
         dtype: dtype of matrix products.
         squares: sums of squares of the matrices, int64 scalar tensors, if they are moments.
+
+    Returns:
+        (N, K) of each matrix, in order.
     """
     values = [matrix for _, matrix in pairs]
     for direction in dict.fromkeys(one for one, _ in pairs if one is not None):

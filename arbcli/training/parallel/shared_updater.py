@@ -578,6 +578,9 @@ def next_exponents(exponent: Tensor, fitting: Tensor, fall: Tensor, headroom: in
         fitting: (N,) int8, fitting exponents of `quantise_gradient`, maximum over micro-batches.
         fall: (1,) int8, 0 or 1.
         headroom: added to the fitting exponents.
+
+    Returns:
+        (N,) int8.
     """
     is_known = (fitting != quantised.NONE) & (fitting != quantised.NOT_FINITE)
     fitting = torch.where(is_known, (fitting + headroom).clamp(max=quantised.HIGHEST), fitting)

@@ -80,7 +80,7 @@ def _attend_in_turn(
         position: int32 scalar.
 
     Returns:
-        What `attend` gives for each.
+        The results of `attend`, concatenated.
     """
     slots = slots_of(position, len(qkv), keys.shape[1])
     before = keys[:, slots], values[:, slots]

@@ -153,8 +153,8 @@ grad_gates[m, j] = sum over d of grad_y[m, d] * values[positions[m, j], d]
 Args:
     grad_y: (M, D) in the dtype of `values`, any strides.
     values: as in `expert_combine`.
-    positions: what it was given. The kernel leaves slots outside alone.
-    gates: likewise.
+    positions: as in `expert_combine`. The kernel ignores slots out of range.
+    gates: as in `expert_combine`.
 
 Returns:
     Gradients of `values`, like them, zero in rows without a token, and of `gates`, float32;

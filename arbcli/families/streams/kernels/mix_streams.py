@@ -1,7 +1,7 @@
 """Mix the streams of each position: y[i] = sum over j of w[i, j] x[j] + c[i] f.
 
-With one row of weights and no f it reads the streams, with n rows it writes what a branch made of
-that, f, to all of them. Backward, with g the gradient of y:
+With one row of weights and no f it reads the streams, and with n rows it writes f, the output of a
+branch, to all of them. Backward, with g the gradient of y:
 
     grad_x[j] = sum over i of w[i, j] g[i],   grad_f = sum over i of c[i] g[i]
     grad_w[i, j] = g[i] . x[j],               grad_c[i] = g[i] . f
@@ -161,7 +161,7 @@ Args:
     x: (M, n, D) float32 or bfloat16, any strides, as all others; n is one of `STREAMS`.
     weights: (M, R, n) float32; R is one of `STREAMS`.
     added: (M, D) in the dtype of x; None is nothing.
-    gains: (M, R) float32, how much of it each stream gets.
+    gains: (M, R) float32, the factor of `added` in each stream.
 
 Returns:
     (M, R, D) in the dtype of x, contiguous; computed in float32 and rounded once.

@@ -2,11 +2,11 @@
 
 With z = raw + bias, of which the first n are z_a, the next n z_c, and the others the rows of z_B:
 
-    a = sigmoid(z_a),   c = 2 sigmoid(z_c - 2),   B = what some rounds make of exp(z_B)
+    a = sigmoid(z_a),   c = 2 sigmoid(z_c - 2),   B = exp(z_B) after some rounds
 
 A round divides every row by its sum, then every column by its sum (Sinkhorn and Knopp). Where z_B
 is far from even, they leave rows of other sums than 1. So rows above 1 are divided by their sums
-once more, and what rows and columns lack, e and f, is filled up by e f.T / (sum(e) + SLACK). No
+once more, and the deficits e of rows and f of columns are filled up by e f.T / (sum(e) + SLACK). No
 weight is negative then, and all sums are 1 within SLACK, for any z_B; those beyond LIMIT are cut.
 
 Source: Z. Xie et al., "mHC: Manifold-Constrained Hyper-Connections",
