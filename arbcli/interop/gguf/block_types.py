@@ -120,11 +120,11 @@ TYPE_OF_NUMBER = {kind.number: kind for kind in TYPES.values()}
 
 
 def encode_numbers(name: str, weight: Tensor, kind: BlockType) -> Tensor:
-    """Write weights as plain numbers, (N, bytes) uint8.
+    """Write weights as plain numbers, (N, bytes) uint8, or (bytes,) of a vector.
 
     Args:
         name: name of the tensor, for errors.
-        weight: (N, K) float32.
+        weight: (N, K), or (K,), float32.
         kind: one of the plain types.
 
     Raises:
