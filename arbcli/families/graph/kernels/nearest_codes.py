@@ -29,7 +29,7 @@ def _best(scores: Tensor, indices: Tensor) -> Tensor:
     """Return the index of the largest score of each row, (M,); ties go to the lowest index.
 
     Args:
-        scores: (M, n) int32.
+        scores: (M, n) int32 or int64.
         indices: (M, n) int32 or int64, below 2**31; or (n,).
     """
     keys = (scores.long() << INDEX_BITS) - indices
