@@ -41,7 +41,7 @@ def list_parts(model: "LanguageModel") -> tuple[PartReport, ...]:
     Those of depth 0 make up the model.
 
     Args:
-        model: a model of packed weights, possibly on `meta`.
+        model: a model, possibly on `meta`.
     """
     return tuple(_parts(model, model.config))
 
@@ -162,11 +162,12 @@ def _part(
 
 
 def _state_of(part: "Module | tuple[Module | None, ...]") -> list[Any]:
-    """List the modules that declare buffers, in a module or in several."""
-    from arbcli.model.packed import StateModule  # torch takes seconds to import
+    """List the modules that declare state, in a module or in several."""
+    from arbcli.model.packed import StateModule, Weight  # torch takes seconds to import
 
     modules = filter(None, part) if isinstance(part, tuple) else (part,)
-    return [one for module in modules for one in module.modules() if isinstance(one, StateModule)]
+    inside = (one for module in modules for one in module.modules())
+    return [one for one in inside if isinstance(one, StateModule | Weight)]
 
 
 def _words(fields: dict[str, Any]) -> str:

@@ -46,7 +46,9 @@ class FloatWeight(Weight):
 
     def __init__(self, out_features: int, in_features: int, spec: LayerSpec, *, std: float) -> None:
         super().__init__()
-        self.std = std
+        self.out_features, self.in_features, self.std = out_features, in_features, std
+        self.kinds = {"latent": "latent"}
+        """Purpose of its parameter, as in `StateModule`."""
         self.straight_through = spec.weights == "ste"
         self.latent = nn.Parameter(torch.empty(out_features, in_features))
         self._cast: Tensor | None = None

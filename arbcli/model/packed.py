@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 class Weight(nn.Module):
     """A weight of a model: a packed tensor, or the float matrix of a baseline."""
 
+    frozen = False
+    """Whether it is never stepped."""
+    lr_factor: float = 1.0
+    """Factor of the learning rate."""
+
     @property
     def num_weights(self) -> int:
         """Number of elements."""

@@ -61,6 +61,11 @@ def test_report_of_a_baseline_counts_its_weights_and_a_probe_is_refused(run):
     weights = 2 * 256 * 32 + 4 * 32 * 32 + 3 * 32 * 48
     assert report.num_weights == weights
     assert report.bytes_by_area == {"float32": {"float32": 4 * weights}}
+    parts = [part for part in report.parts if part.depth == 0]
+    assert (sum(part.weights for part in parts), sum(part.bytes for part in parts)) == (
+        weights, 4 * weights
+    )  # fmt: skip
+    assert [part.kind for part in parts] == ["embedding", "stage", "norm", "head"]
     with pytest.raises(ArbError, match="no integers to probe"):
         open_to_probe(run, steps=1, note=pytest.fail)
 
