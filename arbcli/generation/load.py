@@ -13,7 +13,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.lazy import imported
 from arbcli.base.output import printable
 from arbcli.base.reading import check_schema, read_json
-from arbcli.base.run_files import COMPANIONS, CONFIG, best_checkpoints, checkpoint_path, step_of
+from arbcli.base.run_files import COMPANIONS, CONFIG, best_checkpoints, step_of
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.config.settings import check_choice
@@ -30,6 +30,7 @@ from arbcli.model.checkpoint import (
     is_export,
     latest_checkpoint,
     load_checkpoint,
+    path_of,
 )
 from arbcli.model.language_model import LanguageModel
 
@@ -194,9 +195,7 @@ def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = 
     for best in best_checkpoints(path):
         if step_of(best) < checkpoint.step:
             note(f"reading step {checkpoint.step:,}; `{best}` had the lowest held-out loss")
-    weights = checkpoint.config.get("weights", "ternary")
-    file = checkpoint_path(path, checkpoint.step, weights)
-    return SavedModel(file, load_averages(checkpoint))
+    return SavedModel(path_of(checkpoint, path), load_averages(checkpoint))
 
 
 def _with_context(path: Path, checkpoint: Checkpoint) -> SavedModel:

@@ -142,14 +142,19 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
     """
     if checkpoint.step < 0 or keep < 1:
         raise ValueError(f"cannot save step {checkpoint.step} and keep {keep}")
-    weights = checkpoint.config.get("weights", "ternary")
-    path = run_files.checkpoint_path(directory, checkpoint.step, weights)
+    path = path_of(checkpoint, directory)
     write_checkpoint(path, checkpoint)
     older = [
         old for old in run_files.checkpoints(directory) if run_files.step_of(old) < checkpoint.step
     ]
     remove_files(older[keep - 1 :])
     return path
+
+
+def path_of(checkpoint: Checkpoint, directory: Path) -> Path:
+    """Return the path of a checkpoint in the directory of its run."""
+    weights = checkpoint.config.get("weights", "ternary")
+    return run_files.checkpoint_path(directory, checkpoint.step, weights)
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -246,9 +251,10 @@ def latest_checkpoint(
         except DamagedError as error:
             refusals.append(str(error))
         else:
-            if checkpoint.step == run_files.step_of(path):
+            own = path_of(checkpoint, directory)
+            if path == own:
                 return checkpoint
-            refusals.append(f"checkpoint `{path}`: refused: it belongs to step {checkpoint.step:,}")
+            refusals.append(f"checkpoint `{path}`: refused: it was written as `{own.name}`")
     if not refusals:
         raise run_files.missing_checkpoint(directory)
     raise ArbError(

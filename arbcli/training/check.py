@@ -10,7 +10,7 @@ from arbcli.base.atomic_files import TEMPORARY
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import CONFIG, best_checkpoints, checkpoints, directory_of, step_of
 from arbcli.config.training import TrainConfig
-from arbcli.model.checkpoint import Accept, Checkpoint, DamagedError, load_checkpoint
+from arbcli.model.checkpoint import Accept, Checkpoint, DamagedError, load_checkpoint, path_of
 from arbcli.training import resume
 from arbcli.training.directory import open_texts_again, read_facts, run_config
 from arbcli.training.recent import FIELD
@@ -191,10 +191,9 @@ def _check_checkpoint(path: Path, accept: Accept) -> Finding:
     except ArbError as error:
         return Finding(name=path.name, state="refused", detail=str(error))
     size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    if checkpoint.step != step_of(path):
-        return Finding(
-            name=path.name, state="damaged", detail=f"it belongs to step {checkpoint.step:,}"
-        )
+    own = path_of(checkpoint, path.parent).name
+    if path.name.replace("best-", "step-") != own:
+        return Finding(name=path.name, state="damaged", detail=f"it was written as `{own}`")
     return Finding(name=path.name, state="ok", detail=f"{size:,} bytes of state, as written")
 
 

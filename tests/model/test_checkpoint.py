@@ -191,16 +191,18 @@ def test_load_refuses_a_huge_header_unread(tmp_path, length):
     tracemalloc.stop()
 
 
-def test_latest_is_of_the_step_that_its_name_says(tmp_path):
-    """A file that was renamed is of another step than a run would go on from; a folder is none."""
+def test_latest_is_of_the_step_and_the_weights_that_its_name_says(tmp_path):
+    """A run would neither go on from a renamed file nor find it again; a folder is none."""
     for step in (50, 400):
         (tmp_path / f"step-000{step:03d}.safetensors").mkdir()
     path, notes = save_checkpoint(tmp_path, example(100), keep=1), []
     assert checkpoints(tmp_path) == [path]
-    shutil.copy(path, path.with_name("step-000300.safetensors"))
+    for name in ("step-000300.safetensors", "step-000200.float.safetensors"):
+        shutil.copy(path, path.with_name(name))
     assert latest_checkpoint(tmp_path, notes.append).step == 100
-    (note,) = notes
-    assert "step-000300.safetensors`: refused: it belongs to step 100; using the one before" in note
+    for note, name in zip(notes, ("300", "200.float"), strict=True):
+        said = f"step-000{name}.safetensors`: refused: it was written as `{path.name}`; using"
+        assert said in note
 
 
 def test_failed_copy_keeps_the_previous_best(tmp_path, monkeypatch):
