@@ -115,6 +115,11 @@ class FloatOptimizer:
         for weight, average in self._averages.items():
             average.lerp_(weight.detach(), self._rate)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all weights are finite; synchronises with the device."""
+        return all(bool(weight.isfinite().all()) for weight in self._parameters)
+
     @torch.no_grad()
     def start_averages(self) -> None:
         """Set averages to the weights."""

@@ -233,8 +233,14 @@ class Loop:
         return loss
 
     def _save(self) -> None:
-        """Save a checkpoint, unless there is one of this step."""
+        """Save a checkpoint, unless there is one of this step.
+
+        Raises:
+            ArbError: the weights of a float baseline are not finite, so that training has diverged.
+        """
         if not self.saver.is_saved:
+            if self.trainer.optimizer and not self.trainer.optimizer.is_finite:
+                raise self._diverged("weights are not finite")
             with self.recorder.not_timed():
                 self.saver.save(self.recorder.recent_as_json())
 
@@ -253,12 +259,14 @@ class Loop:
         record = self.recorder.record(val_loss, sample)
         self.observer.recorded(record)
         if record.nonfinite_steps >= MAX_NONFINITE_STEPS:
-            run = self.saver.run
-            intact = "" if run is None else f"the checkpoints in `{run}` are intact; "
-            raise _Diverged(
+            raise self._diverged(
                 f"{record.nonfinite_steps} steps had gradients that are not finite; the last was"
-                f" before step {record.step}",
-                hint=f"{intact}try a smaller `--lr`",
+                f" before step {record.step}"
             )
         if not math.isfinite(record.loss) and self.trainer.updater is None:
-            raise _Diverged(f"the loss is {record.loss}", hint="try a smaller `--lr`")
+            raise self._diverged(f"the loss is {record.loss}")
+
+    def _diverged(self, why: str) -> _Diverged:
+        run = self.saver.run
+        intact = "" if run is None else f"the checkpoints in `{run}` are intact; "
+        return _Diverged(why, hint=f"{intact}try a smaller `--lr`")

@@ -461,13 +461,24 @@ def test_train_stops_after_three_steps_without_finite_gradients(
     assert kept.counters["nonfinite_steps"] == 0
 
 
-def test_twin_stops_where_its_loss_is_not_finite(text, tmp_path, monkeypatch):
-    step = lambda self: setattr(self, "step", self.step + 1) or torch.tensor(torch.nan)  # noqa: E731
-    monkeypatch.setattr(Trainer, "train_step", step)
-    settings = config(text, "cpu", weights="float", log_every=1)
-    with pytest.raises(ArbError, match="the loss is nan") as caught:
+@pytest.mark.parametrize(
+    ("save_every", "saved", "why"), [(1, 1, "weights are not finite"), (100, 0, "the loss is nan")]
+)
+def test_twin_stops_where_it_is_not_finite(save_every, saved, why, text, tmp_path, monkeypatch):
+    step = Trainer.train_step
+
+    def poisoned(self):
+        loss = step(self)
+        if self.step == 2:
+            next(self.model.parameters()).data.fill_(torch.nan)
+        return loss
+
+    monkeypatch.setattr(Trainer, "train_step", poisoned)
+    settings = config(text, "cpu", weights="float", log_every=1, keep=1, save_every=save_every)
+    with pytest.raises(ArbError, match=why) as caught:
         start_run(settings, tmp_path / "run", Observer())
-    assert "smaller `--lr`" in caught.value.hint
+    assert "run` are intact; try a smaller `--lr`" in caught.value.hint
+    assert [load_checkpoint(path).step for path in checkpoints(tmp_path / "run")] == [saved]
 
 
 def test_load_warns_of_a_checkpoint_that_it_passes_over(started):
