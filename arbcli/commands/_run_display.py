@@ -102,7 +102,7 @@ class RunDisplay(Observer):
                 f" logical ternary weights {ternary:,}"
             )
         shape = shape_of(model)
-        if self.is_saved and model.weights == "ternary" and shape and shape.sub_norms:
+        if self.is_saved and shape and shape.sub_norms:
             note("        never a GGUF file, as llama.cpp has no sub-norms: see `--no-sub-norms`")
         by = f"{optimizer} at lr {config.lr:g}" if optimizer else model.rule_text
         windows = config.batch * config.accum

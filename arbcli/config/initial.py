@@ -44,7 +44,8 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
         if name == "weights":
             raise ArbError(
                 f"`weights` is {ours}, and {theirs} in the saved model",
-                "convert the saved model: `arb export --to hf`, then `arb import` of that folder",
+                "keep it; or convert a model without sub-norms: `arb export --to hf`, then"
+                " `arb import` of that folder",
                 fields=(name,),
             )
         raise ArbError(

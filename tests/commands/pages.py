@@ -148,7 +148,8 @@ def _shown_by_train(*, quiet: bool = False) -> str:
             show=line, show_wait=line, follow=lambda make: None, is_live=False
         )
         display.wait("loading")
-        display.started(None, alone, {"text": text})
+        for run in (None, Path("runs/006")):
+            display.started(run, alone, {"text": text})
         display.recorded(on_the_way)
         display.started(Path("runs/007"), trainer, {"text": text})
         clock[0] += 2
