@@ -21,7 +21,7 @@ from arbcli.commands._options import replace_fields
 from arbcli.config.presets import preset
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.config.training import FIELDS, SETTINGS
-from arbcli.generation.load import load_weights
+from arbcli.generation.load import load_named_model
 from arbcli.interop.exporting import export
 from arbcli.interop.huggingface import export as hugging_face
 from arbcli.kernels.runtime.device import check_compute, resolve_device
@@ -126,10 +126,10 @@ def test_checkpoint_is_read_where_there_is_room_for_it_and_its_model(saved, monk
     path = saved()
     size = sum(tensor.nbytes for tensor in load_checkpoint(path).tensors.values())
     monkeypatch.setattr("arbcli.kernels.runtime.device.available_bytes", lambda: 2 * size)
-    load_weights(path, print)
+    load_named_model(path, torch.device("cpu"), print)
     monkeypatch.setattr("arbcli.kernels.runtime.device.available_bytes", lambda: 2 * size - 1)
     with pytest.raises(ArbError, match="to read it, and make its model, needs at least 0"):
-        load_weights(path, print)
+        load_named_model(path, torch.device("cpu"), print)
 
 
 def test_best_checkpoint_is_copied_where_there_are_no_links(saved, tmp_path, monkeypatch):

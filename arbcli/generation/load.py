@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from arbcli.model.checkpoint import (
     FLOAT_STATE,
     LATENT,
     LATENT_AVERAGE,
+    MOMENTS,
     Accept,
     Checkpoint,
     check_layout,
@@ -135,9 +136,19 @@ def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
 
 def accept_weights(checkpoint: Checkpoint) -> set[str]:
     """Check like `check_saved`, and select the tensors that are not training state."""
-    check_saved(checkpoint)
+    _check_tensors(checkpoint)
     averages = {name for name in checkpoint.tensors if name.endswith(LATENT_AVERAGE)}
-    return averages | set(empty_model(checkpoint, weights_only=True).state_dict())
+    names = averages | set(empty_model(checkpoint, weights_only=True).state_dict())
+    _check_size(checkpoint, names)
+    return names
+
+
+def _accept_state(checkpoint: Checkpoint) -> set[str]:
+    """Check like `check_saved`, and select all tensors but the moments of a float baseline."""
+    _check_tensors(checkpoint)
+    names = {name for name in checkpoint.tensors if not name.endswith(MOMENTS)}
+    _check_size(checkpoint, names)
+    return names
 
 
 def empty_model(
@@ -183,12 +194,13 @@ def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = 
         path: a checkpoint or a run directory.
         note: called with a message for each checkpoint that is skipped, and if an earlier one is
             the best.
-        accept: check of the checkpoint before its tensors are read; None is `check_saved`.
+        accept: check of the checkpoint before its tensors are read; None is that of `check_saved`,
+            for all but the moments of a float baseline.
 
     Raises:
         ArbError: there is no checkpoint, it is damaged, or its tensors do not match its model.
     """
-    accept = accept or check_saved
+    accept = accept or _accept_state
     if not path.is_dir():
         return SavedModel(path, load_averages(load_checkpoint(path, accept)))
     checkpoint = latest_checkpoint(path, note, accept)
@@ -258,6 +270,11 @@ def check_saved(checkpoint: Checkpoint) -> None:
     Raises:
         ArbError: the tensors do not match, or are too large.
     """
+    _check_tensors(checkpoint)
+    _check_size(checkpoint, checkpoint.tensors)
+
+
+def _check_tensors(checkpoint: Checkpoint) -> None:
     tensors = checkpoint.tensors
     blocks = sum(1 for _ in saved_config(checkpoint).blocks())
     if blocks > len(tensors):  # to build them takes 5 ms each
@@ -271,7 +288,10 @@ def check_saved(checkpoint: Checkpoint) -> None:
         if kind in FLOAT_STATE and f"{weight}.{LATENT}" in expected:
             expected[name] = expected[f"{weight}.{LATENT}"]
     check_layout(tensors, expected)
-    size = sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _check_size(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    size = sum(checkpoint.tensors[name].nbytes for name in names)
     check_room(2 * size, "to read it, and make its model,", "use a machine with more memory")
 
 

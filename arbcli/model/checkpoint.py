@@ -66,7 +66,9 @@ LATENT = "latent"
 """Last part of the names of a float baseline's weights."""
 LATENT_AVERAGE = "latent_average"
 """Last part of the names of averages of these weights."""
-FLOAT_STATE = ("first_moment", "second_moment", "momentum", LATENT_AVERAGE)
+MOMENTS = ("first_moment", "second_moment", "momentum")
+"""Last parts of the names of its optimizer's moments."""
+FLOAT_STATE = (*MOMENTS, LATENT_AVERAGE)
 """Last parts of the names of its optimizer's state, which has the shapes of the weights."""
 FIELDS = {
     "format": int, "step": int, "config": dict, "counters": dict, "data": dict,
