@@ -17,9 +17,10 @@ from unittest import mock
 
 from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
-from arbcli.training import trainer as training
+from arbcli.training import compiled_baseline, float_optimizer
 from arbcli.training.configure import new_config
 from arbcli.training.float_optimizer import FloatOptimizer
+from arbcli.training.trainer import Trainer
 from benchmarks import results
 from benchmarks.measuring import empty
 
@@ -66,13 +67,12 @@ def measure(kind: str, shape: str, steps: int, text: dict, seed: int) -> dict:
     """Train once: what a row holds."""
     config = new_config(**options_of(kind, shape, text, steps=steps, seed=seed))
     texts = open_texts(config.data, config.val, seed=seed, context=CTX)
-    plain = mock.patch.multiple(
-        training,
-        compile_baseline=lambda model: None,
-        FloatOptimizer=lambda model, name, decay, compiled: FloatOptimizer(model, name, decay),
+    plain = mock.patch.object(compiled_baseline, "compile_baseline")
+    eager = mock.patch.object(
+        float_optimizer, "FloatOptimizer", lambda *about, compiled: FloatOptimizer(*about)
     )
-    with plain, nullcontext() if "weights" in KINDS[kind] else deterministic():
-        trainer = training.Trainer(config, texts, capture=True)
+    with plain, eager, nullcontext() if "weights" in KINDS[kind] else deterministic():
+        trainer = Trainer(config, texts, capture=True)
         for _ in range(steps):
             trainer.train_step()
         loss = trainer.evaluate()

@@ -6,6 +6,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
+from benchmarks import scaling
 from benchmarks.bare_twin import Model
 from benchmarks.float_decoder import MODES, FloatDecoder
 
@@ -53,3 +54,9 @@ def test_float_decoder_has_the_logits_of_the_twin(sub_norms, length, mode):
             pairs = zip(both, caches, strict=True)
             expected = [model(byte.view(1, 1), cache)[0, 0] for byte, cache in pairs]
         assert torch.allclose(decoder.compute_logits(), torch.stack(expected), atol=1e-4)
+
+
+def test_benchmark_of_sizes_trains_a_baseline(monkeypatch):
+    monkeypatch.setitem(scaling.SHAPES, "tiny", TWIN | {"device": "cpu"})
+    row = scaling.measure("Muon", "tiny", 1, {"data": [__file__], "val": [__file__]}, seed=0)
+    assert 0 < row["held_out_nats"] < 9

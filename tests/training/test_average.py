@@ -86,9 +86,7 @@ def test_average_is_that_of_the_weights_and_changes_none(run):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_baseline_is_averaged_at_the_same_rates_in_float32(
-    optimizer, trainer_of, tmp_path, monkeypatch
-):
+def test_baseline_is_averaged_at_the_same_rates_in_float32(optimizer, trainer_of, tmp_path):
     settings = {"weights": "float", "optimizer": optimizer}
     averaging, plain = trainer_of(**settings, weight_average=HORIZON), trainer_of(**settings)
     expected = [weight.detach().double() for weight in plain.model.parameters()]
@@ -105,11 +103,6 @@ def test_baseline_is_averaged_at_the_same_rates_in_float32(
         averages = state_of(averaging.model)
     path = save_checkpoint(tmp_path, averaging.checkpoint("of a text"))
     assert path.name == f"step-{STEPS:06d}.float.safetensors"
-    room, available = 16 * plain.num_weights, "arbcli.kernels.runtime.device.available_bytes"
-    monkeypatch.setattr(available, lambda: room - 1)  # for weights and averages, but no moments
-    with pytest.raises(ArbError, match="to read it, and make its model"):
-        read_saved(path, print)
-    monkeypatch.setattr(available, lambda: room)
     for read in (
         load_named_model(path, torch.device("cpu"), print)[0],
         load_weights(path, print).model,

@@ -461,10 +461,8 @@ def test_train_stops_after_three_steps_without_finite_gradients(
     assert kept.counters["nonfinite_steps"] == 0
 
 
-@pytest.mark.parametrize(
-    ("save_every", "saved", "why"), [(1, 1, "weights are not finite"), (100, 0, "the loss is nan")]
-)
-def test_twin_stops_where_it_is_not_finite(save_every, saved, why, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("every", "why"), [(1, "weights are not finite"), (9, "the loss is nan")])
+def test_twin_stops_where_it_is_not_finite(every, why, text, tmp_path, monkeypatch):
     step = Trainer.train_step
 
     def poisoned(self):
@@ -474,11 +472,11 @@ def test_twin_stops_where_it_is_not_finite(save_every, saved, why, text, tmp_pat
         return loss
 
     monkeypatch.setattr(Trainer, "train_step", poisoned)
-    settings = config(text, "cpu", weights="float", log_every=1, keep=1, save_every=save_every)
+    settings = config(text, "cpu", weights="float", log_every=1, keep=1, save_every=every)
     with pytest.raises(ArbError, match=why) as caught:
         start_run(settings, tmp_path / "run", Observer())
     assert "run` are intact; try a smaller `--lr`" in caught.value.hint
-    assert [load_checkpoint(path).step for path in checkpoints(tmp_path / "run")] == [saved]
+    assert [load_checkpoint(path).step for path in checkpoints(tmp_path / "run")] == [every % 9]
 
 
 def test_load_warns_of_a_checkpoint_that_it_passes_over(started):
