@@ -121,7 +121,9 @@ def resume(
         ArbError: there is no checkpoint to resume, the training text has changed, or a setting
             cannot change.
     """
-    set_environment()
+    from arbcli.base.run_files import is_baseline
+
+    set_environment(spins=not is_baseline(Path(run)))
     from arbcli.training.observer import Observer
     from arbcli.training.resume import resume_run
 

@@ -31,6 +31,12 @@ def checkpoint_path(directory: Path, step: int, weights: str = "ternary") -> Pat
     return directory / f"step-{step:06d}{form}.safetensors"
 
 
+def is_baseline(path: Path) -> bool:
+    """Return whether a run or a checkpoint is of a float baseline, by the names of checkpoints."""
+    files = checkpoints(path) if path.is_dir() else [path]
+    return any(file.name.endswith(".float.safetensors") for file in files)
+
+
 def checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints of a run, highest step first."""
     paths = directory.glob("step-*.safetensors")

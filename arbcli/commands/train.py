@@ -179,8 +179,10 @@ def train(
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
     rank, processes, *_ = this_process()
+    source = init_from if resume is None else run
     ternary = trains_ternary(settings.get("preset", "tiny"), settings.get("weights"))
-    if ternary or resume is not None:
+    ternary = ternary and not (source and run_files.is_baseline(source))
+    if ternary:
         set_spins(yields=True)
     is_first = rank == 0  # only this process prints
     advises = minutes is None and resume is None

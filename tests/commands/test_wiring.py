@@ -108,9 +108,13 @@ def test_threads_of_a_baseline_spin_as_libgomp_has_it(weights, recorded_call, mo
     spins = mock.Mock()
     monkeypatch.setattr(train, "set_spins", spins)
     Path("settings.toml").write_text(f'[model]\nweights = "{weights}"\n')
-    words = ["train", "--device", "cpu", "--config", "settings.toml"]
-    recorded_call("arbcli.training.run.start_run", *words)
-    assert spins.called == (weights == "ternary")
+    name = {"ternary": "step-000001.safetensors", "float": "step-000001.float.safetensors"}[weights]
+    Path(name).write_text("8 bytes {")
+    options = {"run.start_run": "--config settings.toml", "resume.resume_run": f"--resume {name}"}
+    for function, words in options.items():
+        recorded_call(f"arbcli.training.{function}", "train", "--device", "cpu", *words.split())
+        assert spins.called == (weights == "ternary")
+        spins.reset_mock()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

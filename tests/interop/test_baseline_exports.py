@@ -1,9 +1,8 @@
 """A float baseline: its exports hold the weights that it multiplies by, and reports count them."""
 
-from pathlib import Path
-
 import pytest
 import torch
+from made_runs import train
 
 from arbcli.base.errors import ArbError
 from arbcli.generation.load import load_weights
@@ -13,26 +12,14 @@ from arbcli.interop.exporting import export
 from arbcli.interop.gguf.container import GGUFFile
 from arbcli.interop.gguf.export import read_reordered
 from arbcli.interop.huggingface.export import ModelFolder
-from arbcli.training.configure import new_config
-from arbcli.training.observer import Observer
-from arbcli.training.run import start_run
 
-SHAPE = {
-    "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "steps": 2,
-    "device": "cpu", "sub_norms": False,
-}  # fmt: skip
-
-
-def train(run: Path, weights: str, **changes) -> Path:
-    text = run.with_suffix(".txt")
-    text.write_bytes(b"a float baseline learns to read. " * 20)
-    start_run(new_config(data=[str(text)], weights=weights, **SHAPE | changes), run, Observer())
-    return run
+TEXT = b"a float baseline learns to read. " * 20
 
 
 @pytest.fixture(scope="module", params=["float", "ste"])
 def run(request, tmp_path_factory):
-    return train(tmp_path_factory.mktemp("baseline") / "run", request.param)
+    folder = tmp_path_factory.mktemp("baseline")
+    return train(folder, TEXT, weights=request.param, steps=2, sub_norms=False)
 
 
 def test_exports_have_the_weights_of_the_forward_pass_in_float32(run, tmp_path):
@@ -72,6 +59,6 @@ def test_report_of_a_baseline_counts_its_weights_and_a_probe_is_refused(run, mon
 
 
 def test_baseline_that_no_architecture_holds_is_refused_as_a_folder(tmp_path):
-    run = train(tmp_path / "run", "float", experts=2)
+    run = train(tmp_path, TEXT, weights="float", steps=2, experts=2)
     with pytest.raises(ArbError, match="a baseline has no packed weights"):
         export(run, "hf", out=tmp_path / "hf")
