@@ -87,6 +87,8 @@ def export(
     type_name = "trits" if weights.model.config.digits == "trit" else "all digits"
     if weights.model.config.weights != "ternary":
         type_name = "float32"
+        if kind not in (None, "f32"):
+            raise ArbError(f"`--type {kind}` would round the float32 weights", "use `--type f32`")
     if format == "gguf":
         type_name = gguf.write_model(path, weights, name, kind).name
     elif format == "hf":

@@ -34,8 +34,9 @@ def test_exports_have_the_weights_of_the_forward_pass_in_float32(run, tmp_path):
     for name, weight in expected.items():
         assert torch.equal(folder.tensor(name), weight.weight(torch.float32))
         assert torch.equal(read_reordered(gguf, name), weight.weight(torch.float32))
-    with pytest.raises(ArbError, match="BF16 would round float32 weights"):
-        export(run, "hf", kind="bf16", out=tmp_path / "rounded")
+    for to, kind in (("hf", "bf16"), ("gguf", "f16"), ("gguf", "q8_0")):
+        with pytest.raises(ArbError, match=f"`--type {kind}` would round the float32 weights"):
+            export(run, to, kind=kind, out=tmp_path / "rounded")
     report = export(run, "safetensors", out=tmp_path / "model.safetensors")
     assert report.type == "float32"
     again = load_weights(tmp_path / "model.safetensors", pytest.fail).model
