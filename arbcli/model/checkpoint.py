@@ -10,8 +10,8 @@ settings of the run:
 
 The last part of a tensor's name determines its dtype: `trits` is packed trits, uint8 up to 242;
 `source`, `target` and `hand` are int32, little-endian and possibly unaligned; all others are int8.
-Only those of a float baseline are float32: `latent` and the state of its optimizer. Such a file is
-named `step-000200.float.safetensors`.
+Only those of a float baseline are float32, and finite: `latent` and the state of its optimizer.
+Such a file is named `step-000200.float.safetensors`.
 An `exponent` is in -96..31, and a `fraction`, `score`, `strength`, `usage`, `uses` or `lives` is
 not negative.
 
@@ -428,6 +428,8 @@ def _dtype(name: str) -> torch.dtype:
 def _is_legal(name: str, tensor: Tensor) -> bool:
     if _dtype(name) == torch.uint8:
         return illegal_bytes(tensor) == 0
+    if _dtype(name) == torch.float32:
+        return bool(tensor.isfinite().all())
     allowed = _RANGES.get(name.rpartition(".")[2])
     if allowed is None or not tensor.numel():
         return True
@@ -481,7 +483,7 @@ def _serialise(name: str, tensor: Tensor) -> tuple[str, memoryview, str]:
     """Copy a tensor to the CPU, and hash it there."""
     on_cpu = tensor.cpu().contiguous()
     if not _is_legal(name, on_cpu):
-        raise ValueError(f"`{name}` has a byte that cannot be there")
+        raise ValueError(f"`{name}` has a value that cannot be there")
     return name, _bytes(on_cpu), tensor_digest(name, on_cpu)
 
 
@@ -545,7 +547,7 @@ def _read_checkpoint(file: BufferedReader, accept: Accept) -> Checkpoint:
 
     def verify(name: str, tensor: Tensor) -> tuple[str, Tensor | None]:
         _require(tensor_digest(name, tensor) == metadata["digests"][name], f"`{name}` was altered")
-        _require(_is_legal(name, tensor), f"`{name}` has a byte that cannot be there")
+        _require(_is_legal(name, tensor), f"`{name}` has a value that cannot be there")
         return name, tensor if name in names_to_load else None
 
     checked = _map_threads(verify, read())

@@ -117,8 +117,9 @@ class FloatOptimizer:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all weights are finite; synchronises with the device."""
-        return all(bool(weight.isfinite().all()) for weight in self._parameters)
+        """Whether weights and state are finite; synchronises with the device."""
+        tensors = (*self._parameters, *self.state_dict().values())
+        return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     @torch.no_grad()
     def start_averages(self) -> None:

@@ -166,15 +166,16 @@ def test_load_refuses_files_that_cannot_be_read(tmp_path, saved):
         assert "Permission denied" in refusal(tmp_path / "locked")
 
 
-def test_load_refuses_illegal_bytes_with_a_correct_digest(tmp_path, monkeypatch):
-    for name, value in (("head.trits", [[0, 242, 243]]), ("exponent", -97)):
-        kind = torch.uint8 if name == "head.trits" else torch.int8
+def test_load_refuses_illegal_values_with_a_correct_digest(tmp_path, monkeypatch):
+    values = {"head.trits": [[0, 242, 243]], "exponent": -97, "head.latent": [torch.inf]}
+    for name, value in values.items():
+        kind = {"head.trits": torch.uint8, "exponent": torch.int8}.get(name)
         illegal = replace(example(), tensors={name: torch.tensor(value, dtype=kind)})
         with monkeypatch.context() as patch:
             patch.setattr(module, "_is_legal", lambda name, tensor: True)
             path = save_checkpoint(tmp_path, illegal)
             load_checkpoint(path)
-        assert f"`{name}` has a byte that cannot be there" in refusal(path)
+        assert f"`{name}` has a value that cannot be there" in refusal(path)
 
 
 @pytest.mark.parametrize("length", [2**22 + 1, 100_000_000, 2**63, 2**64 - 1])
