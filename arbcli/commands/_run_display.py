@@ -83,7 +83,8 @@ class RunDisplay(Observer):
         self._train_bytes = text["train_bytes"]
         number = trainer.num_weights
         weights, optimizer = word_of("--weights", config), word_of("--optimizer", config)
-        rule = f"rule {model.rule_text}, " if model.weights == "ternary" else ""
+        packed = model.weights == "ternary"
+        storage = f"rule {model.rule_text}, {model.scale_type}, " if packed else ""
         note(f"run     {run or 'none: with `--no-save` nothing is saved'}")
         note(f"text    {text['description']}: {text['train_bytes']:,} bytes to train on,")
         note(f"        {text['val_bytes']:,} held out, order-0 entropy {text['entropy']:.3f} nats")
@@ -93,13 +94,12 @@ class RunDisplay(Observer):
                 f"        as {len(train):,} tokens of {train.symbol_bytes:.2f} bytes to train on,"
                 f" of a vocabulary of {model.vocabulary:,}"
             )
-        note(f"model   {number:,} {weights} weights, {rule}{model.scale_type}, ctx {model.ctx}")
+        note(f"model   {number:,} {weights} weights, {storage}ctx {model.ctx}")
         if config.log_every == 1:
             parameters, buffers = trainer.num_floats
-            ternary = number if model.weights == "ternary" else 0
             note(
                 f"        float parameters {parameters:,}, float buffers {buffers:,},"
-                f" logical ternary weights {ternary:,}"
+                f" logical ternary weights {number if packed else 0:,}"
             )
         shape = shape_of(model)
         if self.is_saved and shape and shape.sub_norms:
