@@ -121,8 +121,8 @@ def test_embedding_and_head_may_keep_all_digits(tmp_path):
         train(tmp_path, b"ternary weights. " * 100, **SMALL, fields={"symbol_digits": "all"})
     )
     assert model.config.digits == "trit"
-    symbols = model.embedding.weight, model.head.weight
-    assert all(weight.packed.remainder is not None for weight in symbols)
+    for weight in (model.embedding.weight, model.head.weight):
+        assert weight.packed.remainder is not None
     assert model.blocks[0].mlp.output.weight.packed.remainder is None
 
 
