@@ -4,7 +4,7 @@
 a `config.json` of Transformers, of a header of safetensors or of a checkpoint, of the checkpoint's
 metadata and of an index gets other values, and each byte at the start of a GGUF file and of a
 checkpoint too; both are cut off, and longer. A line has a message, in which numbers are N and names
-are `X`, and how often it is said; or how many files are accepted, and a checksum of what is read of
+are `X`, and their number; or how many files are accepted, and a checksum of what is read of
 them.
 """
 

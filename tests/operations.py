@@ -1,4 +1,4 @@
-"""What torch computes, an operation at a time."""
+"""A record of the operations of torch."""
 
 from collections.abc import Callable
 from typing import Any

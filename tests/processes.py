@@ -36,7 +36,7 @@ def run_processes(size: int, work: Callable, *args, device: str = "cpu", join: b
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Wait for what another process or thread does; a condition that never holds fails."""
+    """Wait for a condition that another process or thread meets; fail if it never holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

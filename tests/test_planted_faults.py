@@ -39,7 +39,7 @@ FAULTS = [
     Fault(*fault)
     for fault in re.findall(r"^(.+), in (\S+):\n    `(.*)` becomes `(.*)`$", RECORDED, re.MULTILINE)
 ]
-"""Each is the check that must fail, a function, a piece of its source, and what takes its place."""
+"""The check that must fail, a function, a piece of its source, and the replacement of the piece."""
 
 
 def failures(check: str) -> list:

@@ -104,7 +104,7 @@ CHANGED = {
     "boundaries": ("hnet-tiny", {"boundaries": "every"}, "every"),
     "window": ("hnet-tiny", {"window": 5}, 5),
 }
-"""By the field that is named: the options of a run, and what is said of them."""
+"""Options of a run, and the message of their refusal, by the field that it names."""
 
 
 @pytest.mark.parametrize("field", CHANGED)

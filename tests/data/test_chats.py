@@ -150,7 +150,7 @@ def test_conversation_ends_where_its_model_says_and_remembers(
 
 
 RECORDED = Path(__file__).with_name("damaged_chats.txt").read_text(encoding="utf-8")
-"""Records, and what is said of each after its place."""
+"""Records with the messages of their refusals, which follow the location."""
 
 
 @pytest.mark.parametrize(("record", "said"), re.findall(r"(.*)\n  (.*)\n", RECORDED))

@@ -119,7 +119,7 @@ def test_model_of_terabytes_is_refused_by_name(finished_run, tmp_path):
 
 
 RECORDED = Path(__file__).with_name("wrong_facts.txt").read_text(encoding="utf-8")
-"""Changes of `config.json`, and what is said of each."""
+"""Changes of `config.json` with the messages of their refusals."""
 
 
 @pytest.mark.parametrize(("changes", "said"), re.findall(r"(.*)\n  (.*)\n", RECORDED))

@@ -22,7 +22,7 @@ FIGURES = dict(part.split("\n", 1) for part in RECORDED.rstrip().split("\n\n"))
 
 
 def described(figure) -> str:
-    """List what is on each panel: curves with their points, columns, marks and the legend."""
+    """List the content of each panel: curves with their points, columns, marks and the legend."""
     lines = [figure.get_suptitle()] if figure.get_suptitle() else []
     for axes in figure.axes:
         lines.append(f"{axes.get_title(loc='left')} | {axes.get_xlabel()} | {axes.get_ylabel()}")

@@ -95,7 +95,7 @@ KEPT = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return a folder where packages keep what they do not write to the run."""
+    """Return a folder for files that packages do not write to the run."""
     folder = tmp_path / "kept"
     folder.mkdir()
     monkeypatch.chdir(folder)

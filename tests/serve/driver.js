@@ -1,4 +1,4 @@
-// Uses the page as a person does, and posts what it shows to `/shown`. It runs in the page, before
+// Uses the page as a person does, and posts its text to `/shown`. It runs in the page, before
 // the script of the page, so that it hears of every error.
 const shown = {problems: []};
 addEventListener("error", event => shown.problems.push(event.message));

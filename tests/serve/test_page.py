@@ -72,7 +72,7 @@ async def chat(request):
 
 @pytest.fixture
 def show(tmp_path, monkeypatch):
-    """Return a function that opens the page in a window of a width, and returns what it shows."""
+    """Return a function that opens the page in a window of a width, and returns its text."""
     run = make_run(tmp_path / "runs" / "001", [record(10, 3.0), record(20, 2.5, 2.25)])
     shown = queue.Queue()
 

@@ -67,7 +67,7 @@ def test_weight_is_all_digits_and_the_trit_each_by_its_share(rule, text):
 
 
 def constants(rule) -> dict[str, object]:
-    """List what a rule steps by: that of the trit alone has another moment and clip."""
+    """Return the constants of steps of a rule; that of trits has another moment and clip."""
     of_reading = {"reads_all", "kept", "read_radix", "fits_a_byte", "unit_std", "__module__"}
     names = {name for name in dir(rule) if isinstance(getattr(rule, name), int | float | str)}
     return {name: getattr(rule, name) for name in names - of_reading}

@@ -1,7 +1,7 @@
 """Every two settings of a run that change what is executed, together: trained, resumed, or refused.
 
 A row is a run with one value of each setting. The rows cover every pair of values that is not
-refused. What the values are, and which pairs are refused, is in `pairs.toml`.
+refused. `pairs.toml` lists the values and the refused pairs.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ MIDDLE = 3
 """The step that is resumed at, where fading weights have faded in part."""
 PAIRED = tomllib.loads((Path(__file__).parent / "pairs.toml").read_text())
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = PAIRED["settings"]
-"""By name of a setting: its values, and what each is given to a run as; first the usual one."""
+"""Values of each setting with their arguments of a run, by name; the usual value is the first."""
 VOCABULARY = {"tied": 300, "in chunks": 301}
 AT_ONCE = 160
 """Symbols of a chunk here."""

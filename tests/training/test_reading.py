@@ -31,7 +31,7 @@ from arbcli.training.trainer import Trainer
 TRAIN, VAL = b"abcdefgh", b"WXYZ"
 """Alphabets of the training and of the held-out text: no byte is in both."""
 OWN = (".wire_exponent", "_statistic")
-"""Ends of names of what gradients are measured by."""
+"""Ends of the names of the measures of gradients."""
 SHAPE = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4, "accum": 2}
 
 
