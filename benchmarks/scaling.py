@@ -64,12 +64,12 @@ def every_run() -> list[str]:
 
 
 def measure(kind: str, shape: str, steps: int, text: dict, seed: int) -> dict:
-    """Train once: what a row holds."""
+    """Train once, and return a row of results."""
     config = new_config(**options_of(kind, shape, text, steps=steps, seed=seed))
     texts = open_texts(config.data, config.val, seed=seed, context=CTX)
     plain = mock.patch.object(compiled_baseline, "compile_baseline")
     eager = mock.patch.object(
-        float_optimizer, "FloatOptimizer", lambda *about, compiled: FloatOptimizer(*about)
+        float_optimizer, "FloatOptimizer", lambda *settings, compiled: FloatOptimizer(*settings)
     )
     with plain, eager, nullcontext() if "weights" in KINDS[kind] else deterministic():
         trainer = Trainer(config, texts, capture=True)

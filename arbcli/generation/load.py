@@ -221,11 +221,11 @@ def _with_context(path: Path, checkpoint: Checkpoint) -> SavedModel:
 
 
 def load_averages(checkpoint: Checkpoint) -> Checkpoint:
-    """Replace weights by their averages, if any, and drop the optimizer state of a baseline."""
+    """Replace weights by their averages, if there are any."""
     tensors = {
         name: checkpoint.tensors.get(f"{name}_average", part)
         for name, part in checkpoint.tensors.items()
-        if name.rpartition(".")[2] not in FLOAT_STATE
+        if not name.endswith(LATENT_AVERAGE)
     }
     checkpoint = dataclasses.replace(checkpoint, tensors=tensors)
     if "average" not in checkpoint.data:

@@ -42,7 +42,7 @@ class StepControls:
         self.seed = self._host_seed.to(device)
         self._paces = sorted({pace_of(tensor) for tensor in tensors})
         self._layout = StepLayout(self.num_matrices, len(self._paces))
-        self._places = torch.tensor(
+        self._pace_indices = torch.tensor(
             [self._paces.index(pace_of(t)) for t in matrices], device=device
         )
         """Index of the pace of each matrix."""
@@ -96,7 +96,7 @@ class StepControls:
             if micro == 0:
                 self._slope_sums.clear()  # of a step that was aborted
                 self.boosts.measure(field["largest_boost"][0])
-            gains = field["blend_gain"][self._places]
+            gains = field["blend_gain"][self._pace_indices]
             self._blend_gains = self.boosts.multiply(gains, self.accumulation)
 
     def select(

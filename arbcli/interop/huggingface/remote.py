@@ -48,9 +48,7 @@ def remote_config(config: ModelConfig) -> dict[str, Any]:
         "norm_eps": config.norm_eps,
         "norm_gain": config.norm_gain,
         "storage": "trits" if config.digits == "trit" else "digits",
-        "symbol_storage": "trits"
-        if (config.symbol_digits or config.digits) == "trit"
-        else "digits",
+        "symbol_storage": "trits" if config.symbol_spec(None).digits == "trit" else "digits",
         "symbols": config.symbols,
         "tie_word_embeddings": False,
         "vocab_size": config.vocabulary,

@@ -108,9 +108,9 @@ def transform(
     """
     values = [matrix for _, matrix in pairs]
     for direction in dict.fromkeys(one for one, _ in pairs if one is not None):
-        places = [i for i, (other, _) in enumerate(pairs) if other is direction]
-        sums = None if squares is None else [squares[i] for i in places]
-        transformed = direction.values_of([pairs[i][1] for i in places], dtype, sums)
-        for i, part in zip(places, transformed, strict=True):
+        indices = [i for i, (other, _) in enumerate(pairs) if other is direction]
+        sums = None if squares is None else [squares[i] for i in indices]
+        transformed = direction.values_of([pairs[i][1] for i in indices], dtype, sums)
+        for i, part in zip(indices, transformed, strict=True):
             values[i] = part
     return values
