@@ -69,7 +69,7 @@ def test_rules_are_pinned():
         for name, rule in rules.items()
     } == {
         "moment": (64, 127, 0.5, 0.7, "orthogonal"),
-        "nibble": (14, 7, 0.6, 0.4, "orthogonal"),
+        "nibble": (14, 7, 0.35, 0.4, "orthogonal"),
         "carry": (32, 127, 0.0, 1.0, "factored"),
         "votes": (32, 127, 0.0, 1.0, None),
     }

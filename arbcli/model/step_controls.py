@@ -13,7 +13,7 @@ from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.moment_boosts import MomentBoosts
 from arbcli.model.optimizers.base import State
 from arbcli.model.packed import TernaryTensor
-from arbcli.model.rules.base import NUM_STREAMS, TRIT, StepControl
+from arbcli.model.rules.base import MOMENT, NUM_STREAMS, TRIT, StepControl
 from arbcli.model.step_parameters import Pace, StepLayout, step_values
 
 
@@ -46,9 +46,8 @@ class StepControls:
             [self._paces.index(pace_of(t)) for t in matrices], device=device
         )
         """Index of the pace of each matrix."""
-        first_keys = self._keys_of(range(1)).view(-1, NUM_STREAMS)
-        self.steady_keys = first_keys[:, TRIT].to(self.seed, copy=True)
-        """(matrices,) int32, keys that are the same in all steps."""
+        self.steady_keys = self._keys_of(range(1)).view(-1, NUM_STREAMS).to(device)
+        """(matrices, NUM_STREAMS) int32, keys that are the same in all steps."""
         self._zero = torch.zeros_like(self.seed)
         # one counter for each matrix, so that merged launches do not conflict
         self.flips = torch.zeros(self.num_matrices, dtype=torch.int64, device=device)
@@ -119,10 +118,11 @@ class StepControls:
         each_micro = each_micro or (self.first and self.last)
         first, last = (True, True) if each_micro else (self.first, self.last)
         rule, sizes = tensor.rule, self._sizes[pace_of(tensor)]
-        keys, turn = self.keys[index].unbind(), self._zero
+        keys, turn, moment_turn = list(self.keys[index].unbind()), None, None
         if rule.turns_bits:  # offset for each step, or for each micro-batch
-            turn = self._micro_turn if each_micro else self._turn
-            keys = (*keys[:TRIT], self.steady_keys[index], *keys[TRIT + 1 :])
+            turn, moment_turn = self._micro_turn if each_micro else self._turn, self._micro_turn
+            for stream in (TRIT, MOMENT):
+                keys[stream] = self.steady_keys[index, stream]
         scale_gain, slopes = sizes.micro_scale_gain, None
         if tensor.fixed_scales:
             scale_gain = self._zero, self._zero
@@ -143,7 +143,8 @@ class StepControls:
         return StepControl(
             step=self.step,
             turn=turn,
-            keys=keys,
+            moment_turn=moment_turn,
+            keys=tuple(keys),
             scale_gain=scale_gain,
             weight=self._weight,
             slopes=slopes,

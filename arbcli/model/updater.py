@@ -38,7 +38,7 @@ from arbcli.kernels.update.gradient_gains import GradientGains, gradient_gains
 from arbcli.kernels.update.gradient_statistics import SignGradient, gradient_statistics
 from arbcli.model.optimizers.base import Direction, FactoredUpdate, transform
 from arbcli.model.packed import TernaryTensor
-from arbcli.model.rules.base import COLUMN, ROW, Gradient, State, StepControl
+from arbcli.model.rules.base import COLUMN, ROW, TRIT, Gradient, State, StepControl
 from arbcli.model.step_controls import StepControls
 from arbcli.model.step_parameters import loaded
 
@@ -353,7 +353,7 @@ class Updater:
     def _average_weights(self) -> None:
         from arbcli.model.averages import move_averages  # most runs have none
 
-        keys = self.controls.steady_keys ^ AVERAGE_SEED
+        keys = self.controls.steady_keys[:, TRIT] ^ AVERAGE_SEED
         for merge in (True, False):
             tensors = [tensor for tensor in self.tensors if self._merges(tensor) == merge]
             parts = move_averages(

@@ -552,7 +552,7 @@ struct blend {
     struct direction d;
     int8_t *moment;
     int64_t moment_stride;
-    uint32_t key;
+    uint32_t key, turn; /* of the random bits */
     int32_t decay, gain, shift, nibble;
     int64_t *squares; /* one for each thread */
 };
@@ -564,6 +564,7 @@ static void blend_rows(const void *given, int64_t first, int64_t last, int64_t t
     int32_t *u = malloc((size_t)columns * 4 + 4);
     uint32_t *words = malloc((size_t)columns * 4 + 4);
     int32_t decay = about->decay, gain = about->gain, shift = about->shift;
+    uint32_t turn = about->turn;
     for (int64_t n = first; n < last; n++) {
         direction_of_row(&about->d, n, 1 << 21, u, buffer);
         if (n % 2 == 0) random_words(words, n / 2, about->key, columns);
@@ -573,7 +574,7 @@ static void blend_rows(const void *given, int64_t first, int64_t last, int64_t t
         if (about->nibble)
             for (int64_t k = 0; k < columns; k++) {
                 int32_t old = state[k] >> 4;
-                int32_t random = (int32_t)(words[k] >> half & 0xFFFF);
+                int32_t random = (int32_t)((words[k] >> half) + turn & 0xFFFF);
                 int32_t m = (old * decay + (u[k] * gain >> shift) + random) >> 16;
                 m = m < -7 ? -7 : m > 7 ? 7 : m;
                 state[k] = (int8_t)((m * 16) | (state[k] & 15));
@@ -581,7 +582,7 @@ static void blend_rows(const void *given, int64_t first, int64_t last, int64_t t
             }
         else
             for (int64_t k = 0; k < columns; k++) {
-                int32_t random = (int32_t)(words[k] >> half & 0xFFFF);
+                int32_t random = (int32_t)((words[k] >> half) + turn & 0xFFFF);
                 int32_t m = (state[k] * decay + (u[k] * gain >> shift) + random) >> 16;
                 m = m < -127 ? -127 : m > 127 ? 127 : m;
                 state[k] = (int8_t)m;
@@ -595,11 +596,11 @@ static void blend_rows(const void *given, int64_t first, int64_t last, int64_t t
 
 /* Returns what the squares of the new moment add up to. */
 EXPORT int64_t blend_moment(DIRECTION_ARGUMENTS, int8_t *moment, int64_t moment_stride, int64_t key,
-                            int64_t decay, int64_t gain, int64_t shift, int64_t nibble,
+                            int64_t turn, int64_t decay, int64_t gain, int64_t shift, int64_t nibble,
                             int64_t rows, int64_t threads) {
     int64_t squares[MOST_THREADS] = {0}, total = 0;
-    struct blend about = {DIRECTION, moment, moment_stride, (uint32_t)key, (int32_t)decay,
-                          (int32_t)gain, (int32_t)shift, (int32_t)nibble, squares};
+    struct blend about = {DIRECTION, moment, moment_stride, (uint32_t)key, (uint32_t)turn,
+                          (int32_t)decay, (int32_t)gain, (int32_t)shift, (int32_t)nibble, squares};
     share_rows(blend_rows, &about, rows, 2, threads);
     for (int t = 0; t < MOST_THREADS; t++) total += squares[t];
     return total;
@@ -613,7 +614,7 @@ struct step {
     int8_t *remainder;
     const int8_t *moment; /* NULL: the high half of the remainder's byte */
     int64_t packed_stride, remainder_stride, moment_stride;
-    uint32_t key;
+    uint32_t key, turn; /* of the random bits */
     int32_t gain, shift, limit, decay, radix, remainder_max, nibble;
     int64_t *flips; /* one for each thread */
 };
@@ -628,7 +629,7 @@ static void step_rows(const void *given, int64_t first, int64_t last, int64_t th
     int32_t gain = about->gain, shift = about->shift, limit = about->limit, decay = about->decay;
     int32_t radix = about->radix, half = radix / 2, most = radix + about->remainder_max;
     int nibble = about->nibble;
-    uint32_t turn = about->d.values ? 0 : (uint32_t)shift; /* of the random bits, by a moment */
+    uint32_t turn = about->turn;
     for (int64_t n = first; n < last; n++) {
         int8_t *state = about->remainder + n * about->remainder_stride;
         uint8_t *packed = about->packed + n * about->packed_stride;
@@ -670,13 +671,13 @@ static void step_rows(const void *given, int64_t first, int64_t last, int64_t th
 /* Returns how many trits changed. */
 EXPORT int64_t step_trits(DIRECTION_ARGUMENTS, uint8_t *packed, int64_t packed_stride,
                           int8_t *remainder, int64_t remainder_stride, const int8_t *moment,
-                          int64_t moment_stride, int64_t key, int64_t gain, int64_t shift,
-                          int64_t limit, int64_t decay, int64_t radix, int64_t remainder_max,
+                          int64_t moment_stride, int64_t key, int64_t turn, int64_t gain,
+                          int64_t shift, int64_t limit, int64_t decay, int64_t radix, int64_t remainder_max,
                           int64_t nibble, int64_t rows, int64_t threads) {
     int64_t flips[MOST_THREADS] = {0}, total = 0;
     struct step about = {DIRECTION, packed, remainder, moment, packed_stride, remainder_stride,
-                         moment_stride, (uint32_t)key, (int32_t)gain, (int32_t)shift,
-                         (int32_t)limit, (int32_t)decay, (int32_t)radix, (int32_t)remainder_max,
+                         moment_stride, (uint32_t)key, (uint32_t)turn, (int32_t)gain,
+                         (int32_t)shift, (int32_t)limit, (int32_t)decay, (int32_t)radix, (int32_t)remainder_max,
                          (int32_t)nibble, flips};
     share_rows(step_rows, &about, rows, 2, threads);
     for (int t = 0; t < MOST_THREADS; t++) total += flips[t];

@@ -4,7 +4,7 @@ m is int8 in units of `range / max` of the rule, u the direction in units of 2**
 root-mean-square. All of it is int32: with 16 fractional bits,
 t = m * decay + ((u * gain) >> shift), and stochastic rounding is floor((t + r) / 2**16) with r
 uniform in 0..65535, which is unbiased exactly. In a nibble m is the high half of a byte, whose
-low half is the remainder.
+low half is the remainder. With a turn, r is (r + turn) mod 2**16: see `step_trits`.
 """
 
 import torch
@@ -41,7 +41,7 @@ def moment_max(nibble: bool) -> int:
 def _blend_moment_torch(
     moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
     key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: Tensor, shift: Tensor,
-    nibble: bool,
+    nibble: bool, turn: Tensor | None = None,
 ) -> None:  # fmt: skip
     if not ok:
         return
@@ -51,7 +51,10 @@ def _blend_moment_torch(
         state = moment[rows]
         new = fixed_point_torch(values, row_gain, column_gain, rows, DIRECTION_LIMIT)
         new.mul_(factor).bitwise_right_shift_(bits)
-        new += random_halves(key, rows, columns)
+        random = random_halves(key, rows, columns)
+        if turn is not None:
+            random.add_(turn).bitwise_and_(0xFFFF)
+        new += random
         new.add_(state >> 4 if nibble else state, alpha=decay)
         new.bitwise_right_shift_(16).clamp_(-largest, largest)
         if nibble:
@@ -64,31 +67,33 @@ def _blend_moment_torch(
 def _blend_moment_native(
     moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
     key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: Tensor, shift: Tensor,
-    nibble: bool,
+    nibble: bool, turn: Tensor | None = None,
 ) -> None:  # fmt: skip
     direction = values, row_gain, column_gain
     if not native.has_dense_rows(moment):
-        _blend_moment_torch(moment, *direction, key, ok, squares, decay, gain, shift, nibble)
+        _blend_moment_torch(moment, *direction, key, ok, squares, decay, gain, shift, nibble, turn)
     elif ok:
         squares += native.call(
             "blend_moment", *native_arguments(*direction), moment, moment.stride(0), int(key),
-            decay, int(gain), int(shift), nibble, len(moment),
+            0 if turn is None else int(turn), decay, int(gain), int(shift), nibble, len(moment),
             native.threads_for(moment.numel()),
         )  # fmt: skip
 
 
 @triton.jit
 def _blend_moment_kernel(
-    moment_ptr, values_ptr, row_gain_ptr, column_gain_ptr, key_ptr, gain_ptr, shift_ptr,
+    moment_ptr, values_ptr, row_gain_ptr, column_gain_ptr, key_ptr, turn_ptr, gain_ptr, shift_ptr,
     ok_ptr, squares_ptr, N, K, decay,
     stride_mn, stride_mk, stride_vn, stride_vk, stride_rn,
     LIMIT: tl.constexpr, LARGEST: tl.constexpr, NIBBLE: tl.constexpr,
-    HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_K: tl.constexpr,
+    TURNS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Update `PAIRS` pairs of rows, 2 i and 2 i + 1, in `BLOCK_K` columns."""
     if tl.load(ok_ptr) == 0:
         return
     key, gain, shift = tl.load(key_ptr), tl.load(gain_ptr), tl.load(shift_ptr)
+    turn = tl.load(turn_ptr).to(tl.uint32) if TURNS else 0
     tiles_k = tl.cdiv(K, BLOCK_K)
     first, tile_k = tl.program_id(0).to(tl.int64) // tiles_k * PAIRS, tl.program_id(0) % tiles_k
     first += tl.arange(0, 1)  # [1], which is broadcast
@@ -113,7 +118,10 @@ def _blend_moment_kernel(
             state = state.to(tl.int32)
             old = state >> 4 if NIBBLE else state
             new = old * decay + ((u * gain) >> shift)
-            new += ((words >> (16 * half)) & 0xFFFF).to(tl.int32)
+            random = words >> (16 * half)
+            if TURNS:
+                random += turn
+            new += (random & 0xFFFF).to(tl.int32)
             # clipped before the shift, as an addition and a maximum are one instruction
             new = tl.minimum(tl.maximum(new, -LARGEST << 16), (LARGEST << 16) + 0xFFFF) >> 16
             squares += new * new  # 0 where masked
@@ -126,7 +134,7 @@ def _blend_moment_kernel(
 def _blend_moment_triton(
     moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
     key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: Tensor, shift: Tensor,
-    nibble: bool,
+    nibble: bool, turn: Tensor | None = None,
 ) -> None:  # fmt: skip
     rows, columns = moment.shape
     if moment.numel():
@@ -135,11 +143,12 @@ def _blend_moment_triton(
         grid = (triton.cdiv(rows, 2 * PAIRS) * triton.cdiv(columns, width),)
         _blend_moment_kernel[grid](
             moment, values, row_gain if has_rows else values,
-            column_gain if has_columns else values, key, gain, shift, ok, squares,
-            rows, columns, decay,
+            column_gain if has_columns else values, key, key if turn is None else turn, gain, shift,
+            ok, squares, rows, columns, decay,
             *moment.stride(), *values.stride(), 0 if row_gain is None else row_gain.stride(0),
             LIMIT=DIRECTION_LIMIT, LARGEST=moment_max(nibble), NIBBLE=nibble,
-            HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, PAIRS=PAIRS, BLOCK_K=width,
+            TURNS=turn is not None, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, PAIRS=PAIRS,
+            BLOCK_K=width,
             enable_fp_fusion=False, num_warps=warps,
             maxnreg=MOST_REGISTERS if nibble else registers_of(moment),
         )  # fmt: skip
@@ -149,7 +158,7 @@ blend_moment = Operation(
     "blend_moment", _blend_moment_triton, _blend_moment_torch,
     "moment: int8[N, K]; values: real[N, K]; row_gain: float32[N]?; "
     "column_gain: float32[K]? dense; key: int32[]; ok: int32[]; squares: int64[]; decay; "
-    "gain: int32[]; shift: int32[]; nibble",
+    "gain: int32[]; shift: int32[]; nibble; turn: int32[]?",
     native=_blend_moment_native, where=(GAINS_BELONG, f"0 <= decay <= {1 << 16}"),
 )  # fmt: skip
 """Blend a direction into the moment, in place.
@@ -167,4 +176,5 @@ Args:
     gain: int32 scalar tensor, multiplier of u, 0..1023.
     shift: int32 scalar tensor; the product with `gain` is shifted right by it.
     nibble: whether m is the high half of a byte.
+    turn: int32 scalar tensor, 0..65535, the offset of the random bits; None for 0.
 """

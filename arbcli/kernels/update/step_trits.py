@@ -6,7 +6,7 @@ step T = sign(z) where |z| > P / 2, else 0, and A = z - P T, so nothing is ever 
 rounded stochastically: floor((2**16 z - d + r) / 2**16), r uniform in 0..65535. With weight decay d
 is (z * decay) >> 8 larger, decay in units of 2**-24, which is not clipped.
 
-By a moment r is turned: (r + turn) mod 2**16. With a key that stays and a turn that grows by
+r may be turned: (r + turn) mod 2**16. With a key that stays and a turn that grows by
 `GOLDEN_TURN` a step, the r of an element are a low-discrepancy sequence: steps of one size are
 rounded up as often as they should be within a few steps, and rounding noise does not add up.
 
@@ -66,7 +66,7 @@ def moment_gain(step_size: Tensor, squares: Tensor, num_weights: int) -> int:
 
 
 def _step_by_moment_torch(
-    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor | None,
     step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
     remainder_max: int, decay: Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -80,7 +80,7 @@ def _step_by_moment_torch(
         nibble, largest_step = moment is None, int(limit)
         _step_torch(
             packed, remainder, step_of, key, largest_step, flips, radix, remainder_max, nibble,
-            int(turn), decay,
+            0 if turn is None else int(turn), decay,
         )  # fmt: skip
 
 
@@ -88,6 +88,7 @@ def _step_by_direction_torch(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
     flips: Tensor, radix: int, remainder_max: int, decay: Tensor | None = None,
+    turn: Tensor | None = None, nibble: bool = False,
 ) -> None:  # fmt: skip
     if ok:
         factor, bits, largest_step = int(gain), int(shift), int(limit)
@@ -97,17 +98,9 @@ def _step_by_direction_torch(
             return u.mul_(factor).bitwise_right_shift_(bits)
 
         _step_torch(
-            packed,
-            remainder,
-            step_of,
-            key,
-            largest_step,
-            flips,
-            radix,
-            remainder_max,
-            False,
-            decay=decay,
-        )
+            packed, remainder, step_of, key, largest_step, flips, radix, remainder_max, nibble,
+            0 if turn is None else int(turn), decay,
+        )  # fmt: skip
 
 
 def _step_torch(
@@ -146,7 +139,7 @@ def _step_torch(
 
 
 def _step_by_moment_native(
-    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor | None,
     step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
     remainder_max: int, decay: Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -159,7 +152,7 @@ def _step_by_moment_native(
         gain = moment_gain(step_size, squares, remainder.numel())
         _step_native(
             (None, None, None, 0, 0, 0, remainder.shape[1]), packed, remainder, moment,
-            key, gain, turn, limit, flips, radix, remainder_max, moment is None, decay,
+            key, turn, gain, 0, limit, flips, radix, remainder_max, moment is None, decay,
         )  # fmt: skip
 
 
@@ -167,16 +160,17 @@ def _step_by_direction_native(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
     flips: Tensor, radix: int, remainder_max: int, decay: Tensor | None = None,
+    turn: Tensor | None = None, nibble: bool = False,
 ) -> None:  # fmt: skip
     if not _native_can(packed, remainder):
         _step_by_direction_torch(
             packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
-            radix, remainder_max, decay,
+            radix, remainder_max, decay, turn, nibble,
         )  # fmt: skip
     elif ok:
         _step_native(
             native_arguments(values, row_gain, column_gain), packed, remainder, None,
-            key, gain, shift, limit, flips, radix, remainder_max, False, decay,
+            key, turn, gain, shift, limit, flips, radix, remainder_max, nibble, decay,
         )  # fmt: skip
 
 
@@ -186,34 +180,36 @@ def _native_can(*state: Tensor | None) -> bool:
 
 def _step_native(
     direction: tuple[Tensor | int | None, ...],
-    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, gain: Tensor | int,
-    shift: Tensor | int, limit: Tensor, flips: Tensor, radix: int, remainder_max: int, nibble: bool,
-    decay: Tensor | None,
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor | None,
+    gain: Tensor | int, shift: Tensor | int, limit: Tensor, flips: Tensor, radix: int,
+    remainder_max: int, nibble: bool, decay: Tensor | None,
 ) -> None:  # fmt: skip
     flips += native.call(
         "step_trits", *direction, packed, packed.stride(0), remainder, remainder.stride(0), moment,
-        0 if moment is None else moment.stride(0), int(key), int(gain), int(shift), int(limit),
-        0 if decay is None else int(decay), radix, remainder_max, nibble, len(remainder),
-        native.threads_for(remainder.numel()),
+        0 if moment is None else moment.stride(0), int(key), 0 if turn is None else int(turn),
+        int(gain), int(shift), int(limit), 0 if decay is None else int(decay), radix,
+        remainder_max, nibble, len(remainder), native.threads_for(remainder.numel()),
     )  # fmt: skip
 
 
 @triton.jit
 def _step_trits_kernel(
     packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-    key_ptr, gain_ptr, shift_ptr, squares_ptr, limit_ptr, ok_ptr, flips_ptr, decay_ptr,
+    key_ptr, turn_ptr, gain_ptr, shift_ptr, squares_ptr, limit_ptr, ok_ptr, flips_ptr, decay_ptr,
     N, K, blocks, num_weights,
     stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    HAS_DECAY: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
-    LARGEST_GAIN: tl.constexpr, BLOCK_P: tl.constexpr,
+    SOURCE: tl.constexpr, NIBBLE: tl.constexpr, TURNS: tl.constexpr, HAS_ROWS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr, HAS_DECAY: tl.constexpr, RADIX: tl.constexpr,
+    REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr, LARGEST_GAIN: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Step pairs of rows in one block of 160 columns; `SOURCE` is moment, nibble or direction."""
+    """Step pairs of rows in one block of 160 columns; `SOURCE` is moment or direction."""
     if tl.load(ok_ptr) == 0:
         return
     # scalars of the step, the same for all programs
     gain, shift = _gain(gain_ptr, shift_ptr, squares_ptr, num_weights, SOURCE, LARGEST_GAIN)
     key, limit = tl.load(key_ptr), tl.load(limit_ptr)
+    turn = tl.load(turn_ptr).to(tl.uint32) if TURNS else 0
     decay = tl.load(decay_ptr) if HAS_DECAY else 0
     # a program has BLOCK_P pairs of rows of a block: 32 bytes of five planes
     block = tl.program_id(0) % blocks
@@ -222,16 +218,18 @@ def _step_trits_kernel(
     if width >= 32:
         flips = _step_block(
             packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-            key, gain, shift, limit, decay, first, block, 32, N, K,
+            key, turn, gain, shift, limit, decay, first, block, 32, N, K,
             stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, HAS_ROWS, HAS_COLUMNS, HAS_DECAY, RADIX, REMAINDER_MAX, CLIP, BLOCK_P, 1,
+            SOURCE, NIBBLE, TURNS, HAS_ROWS, HAS_COLUMNS, HAS_DECAY, RADIX, REMAINDER_MAX, CLIP,
+            BLOCK_P, 1,
         )  # fmt: skip
     else:  # any width, so loads are bytes; with a quarter of the rows at once no register spills
         flips = _step_block(
             packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-            key, gain, shift, limit, decay, first, block, width, N, K,
+            key, turn, gain, shift, limit, decay, first, block, width, N, K,
             stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, HAS_ROWS, HAS_COLUMNS, HAS_DECAY, RADIX, REMAINDER_MAX, CLIP, BLOCK_P // 4, 4,
+            SOURCE, NIBBLE, TURNS, HAS_ROWS, HAS_COLUMNS, HAS_DECAY, RADIX, REMAINDER_MAX, CLIP,
+            BLOCK_P // 4, 4,
         )  # fmt: skip
     tl.atomic_add(flips_ptr, flips)
 
@@ -242,21 +240,20 @@ def _gain(
 ):
     if SOURCE == "direction":
         return tl.load(gain_ptr), tl.load(shift_ptr)
-    turn = tl.load(shift_ptr)
     mean_square = tl.div_rn(tl.load(squares_ptr).to(tl.float32), num_weights)
     step_size = tl.load(gain_ptr).to(tl.float32) * 0.0000152587890625  # 2**-16
     gain = tl.div_rn(step_size, tl.sqrt_rn(mean_square))
-    return tl.floor(tl.minimum(gain, LARGEST_GAIN) + 0.5).to(tl.int32), turn
+    return tl.floor(tl.minimum(gain, LARGEST_GAIN) + 0.5).to(tl.int32), 0
 
 
 @triton.jit
 def _step_block(
     packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-    key, gain, shift, limit, decay, first, block, width, N, K,
+    key, turn, gain, shift, limit, decay, first, block, width, N, K,
     stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    HAS_DECAY: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
-    BLOCK_P: tl.constexpr, STEPS: tl.constexpr,
+    SOURCE: tl.constexpr, NIBBLE: tl.constexpr, TURNS: tl.constexpr, HAS_ROWS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr, HAS_DECAY: tl.constexpr, RADIX: tl.constexpr,
+    REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr, BLOCK_P: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Step pairs of rows, from the pair `first` on, in one block of columns; count the flips.
 
@@ -279,35 +276,35 @@ def _step_block(
         for plane in range(5):
             k = block * 160 + width * (4 - plane) + j
             mask_k = mask_j & (k < K)
-            # direction and remainder of the plane
-            even_u, even_low = _load_tile(
+            # direction of the plane, and the bytes with its remainders
+            even_u, even_state = _load_tile(
                 remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, even, k, N, mask_k,
                 stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-                SOURCE, HAS_ROWS, HAS_COLUMNS, CLIP,
+                SOURCE, NIBBLE, HAS_ROWS, HAS_COLUMNS, CLIP,
             )  # fmt: skip
-            odd_u, odd_low = _load_tile(
+            odd_u, odd_state = _load_tile(
                 remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, odd, k, N, mask_k,
                 stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-                SOURCE, HAS_ROWS, HAS_COLUMNS, CLIP,
+                SOURCE, NIBBLE, HAS_ROWS, HAS_COLUMNS, CLIP,
             )  # fmt: skip
             # one word of random bits serves two rows
             words = random_words(key, pair, k)
             even_random, odd_random = words & 0xFFFF, words >> 16
-            if SOURCE != "direction":
-                even_random = (even_random + shift.to(tl.uint32)) & 0xFFFF
-                odd_random = (odd_random + shift.to(tl.uint32)) & 0xFFFF
+            if TURNS:
+                even_random = (even_random + turn) & 0xFFFF
+                odd_random = (odd_random + turn) & 0xFFFF
             # the next trit of each byte
             even_thrice, odd_thrice = even_left.to(tl.uint64) * 3, odd_left.to(tl.uint64) * 3
             even_left, odd_left = even_thrice.to(tl.uint32), odd_thrice.to(tl.uint32)
             even_old, odd_old = (even_thrice >> 32).to(tl.int32), (odd_thrice >> 32).to(tl.int32)
             # step trit and remainder together, as one number
             even_new, even_low = _step(
-                even_old, even_low, even_u, even_random, gain, shift, limit, decay,
-                SOURCE, HAS_DECAY, RADIX, REMAINDER_MAX,
+                even_old, even_state, even_u, even_random, gain, shift, limit, decay,
+                SOURCE, NIBBLE, HAS_DECAY, RADIX, REMAINDER_MAX,
             )  # fmt: skip
             odd_new, odd_low = _step(
-                odd_old, odd_low, odd_u, odd_random, gain, shift, limit, decay,
-                SOURCE, HAS_DECAY, RADIX, REMAINDER_MAX,
+                odd_old, odd_state, odd_u, odd_random, gain, shift, limit, decay,
+                SOURCE, NIBBLE, HAS_DECAY, RADIX, REMAINDER_MAX,
             )  # fmt: skip
             # store the remainders, and append the new trits to the bytes
             even_ptrs = remainder_ptr + even * stride_an + k * stride_ak
@@ -325,33 +322,36 @@ def _step_block(
 def _load_tile(
     remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, n, k, N, mask_k,
     stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, CLIP: tl.constexpr,
+    SOURCE: tl.constexpr, NIBBLE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Load u and A of some weights as int32; zeros where masked."""
+    """Load u, and the bytes with A, of some weights as int32; zeros where masked."""
     mask_n = n < N
     mask = mask_n & mask_k
-    low = tl.load(remainder_ptr + n * stride_an + k * stride_ak, mask=mask, other=0).to(tl.int32)
-    if SOURCE == "nibble":
-        return low >> 4, (low << 28) >> 28
+    state = tl.load(remainder_ptr + n * stride_an + k * stride_ak, mask=mask, other=0).to(tl.int32)
+    if NIBBLE and SOURCE == "moment":
+        return state >> 4, state
     u = tl.load(values_ptr + n * stride_vn + k * stride_vk, mask=mask, other=0)
     if SOURCE == "direction":
         row_gain = load_gain(row_gain_ptr, n * stride_rn, mask_n, HAS_ROWS)
         u = fixed_point(
             u, row_gain, load_gain(column_gain_ptr, k, mask_k, HAS_COLUMNS), CLIP, HAS_ROWS
         )
-    return u.to(tl.int32), low
+    return u.to(tl.int32), state
 
 
 @triton.jit
 def _step(
-    old, low, u, random, gain, shift, limit, decay,
-    SOURCE: tl.constexpr, HAS_DECAY: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr,
+    old, state, u, random, gain, shift, limit, decay,
+    SOURCE: tl.constexpr, NIBBLE: tl.constexpr, HAS_DECAY: tl.constexpr, RADIX: tl.constexpr,
+    REMAINDER_MAX: tl.constexpr,
 ):  # fmt: skip
     """Step weights and return both digits; trits are 0, 1, 2 here, and so z is P more."""
     step = u * gain
     if SOURCE == "direction":
         step = step >> shift
     step = tl.minimum(tl.maximum(step, -limit), limit)
+    low = (state << 28) >> 28 if NIBBLE else state
     if HAS_DECAY:
         step += (((old - 1) * RADIX + low) * decay) >> 8
     z = old * (RADIX << 16) + (low << 16) - step + random.to(tl.int32)
@@ -360,16 +360,16 @@ def _step(
     z = tl.minimum(tl.maximum(z, -REMAINDER_MAX << 16), HIGHEST) >> 16
     new = 2 + ((z - RADIX - RADIX // 2 - 1) >> 31) + ((z - RADIX // 2) >> 31)
     low = z - new * RADIX
-    if SOURCE == "nibble":
-        low = (u << 4) | (low & 15)
+    if NIBBLE:
+        low = (state & -16) | (low & 15)
     return new, low
 
 
 def _launch(
     packed: Tensor, remainder: Tensor, source: str, values: Tensor, row_gain: Tensor | None,
-    column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, squares: Tensor,
-    limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
-    decay: Tensor | None,
+    column_gain: Tensor | None, key: Tensor, turn: Tensor | None, gain: Tensor, shift: Tensor,
+    squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
+    nibble: bool, decay: Tensor | None,
 ) -> None:  # fmt: skip
     if not remainder.numel():
         return
@@ -378,26 +378,27 @@ def _launch(
     blocks, block_p = triton.cdiv(columns, BLOCK), 16
     _step_trits_kernel[(triton.cdiv(rows, 2 * block_p) * blocks,)](
         packed, remainder, values, row_gain if has_rows else values,
-        column_gain if has_columns else values, key, gain, shift, squares, limit, ok, flips,
-        limit if decay is None else decay,
+        column_gain if has_columns else values, key, key if turn is None else turn, gain, shift,
+        squares, limit, ok, flips, limit if decay is None else decay,
         rows, columns, blocks, float(rows * columns),
         *packed.stride(), *remainder.stride(), *values.stride(),
         0 if row_gain is None else row_gain.stride(0),
-        SOURCE=source, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, HAS_DECAY=decay is not None,
-        RADIX=radix, REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN,
-        BLOCK_P=block_p, enable_fp_fusion=False, maxnreg=registers_of(remainder),
+        SOURCE=source, NIBBLE=nibble, TURNS=turn is not None, HAS_ROWS=has_rows,
+        HAS_COLUMNS=has_columns, HAS_DECAY=decay is not None, RADIX=radix,
+        REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=block_p,
+        enable_fp_fusion=False, maxnreg=registers_of(remainder),
     )  # fmt: skip
 
 
 def _step_by_moment_triton(
-    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor | None,
     step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
     remainder_max: int, decay: Tensor | None = None,
 ) -> None:  # fmt: skip
-    source, values = ("nibble", remainder) if moment is None else ("moment", moment)
+    values = remainder if moment is None else moment
     _launch(
-        packed, remainder, source, values, None, None, key, step_size, turn, squares, limit,
-        ok, flips, radix, remainder_max, decay,
+        packed, remainder, "moment", values, None, None, key, turn, step_size, step_size, squares,
+        limit, ok, flips, radix, remainder_max, moment is None, decay,
     )  # fmt: skip
 
 
@@ -405,17 +406,18 @@ def _step_by_direction_triton(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
     flips: Tensor, radix: int, remainder_max: int, decay: Tensor | None = None,
+    turn: Tensor | None = None, nibble: bool = False,
 ) -> None:  # fmt: skip
     _launch(
-        packed, remainder, "direction", values, row_gain, column_gain, key, gain, shift, gain,
-        limit, ok, flips, radix, remainder_max, decay,
+        packed, remainder, "direction", values, row_gain, column_gain, key, turn, gain, shift, gain,
+        limit, ok, flips, radix, remainder_max, nibble, decay,
     )  # fmt: skip
 
 
 step_by_moment = Operation(
     "step_by_moment", _step_by_moment_triton, _step_by_moment_torch,
     "packed: uint8[N, row_bytes(K)]; remainder: int8[N, K]; moment: int8[N, K]?; key: int32[]; "
-    "turn: int32[]; step_size: int64[]; squares: int64[]; limit: int32[]; ok: int32[]; "
+    "turn: int32[]?; step_size: int64[]; squares: int64[]; limit: int32[]; ok: int32[]; "
     "flips: int64[]; radix; remainder_max; decay: int32[]?",
     native=_step_by_moment_native,
 )  # fmt: skip
@@ -426,7 +428,7 @@ Args:
     remainder: (N, K) int8, A; with no `moment`, bytes of 16 m + (A mod 16).
     moment: (N, K) int8, m; None for the high half of the remainder's bytes.
     key: int32 scalar tensor, from `stream_keys`.
-    turn: int32 scalar tensor, 0..65535, the offset of the random bits.
+    turn: int32 scalar tensor, 0..65535, the offset of the random bits; None for 0.
     step_size: int64 scalar tensor, the step of z at unit root-mean-square, in units of 2**-32.
     squares: int64 scalar tensor, the sum of m squared over the matrix.
     limit: int32 scalar tensor, the largest |d|, in units of 2**-16 of z.
@@ -441,14 +443,15 @@ step_by_direction = Operation(
     "step_by_direction", _step_by_direction_triton, _step_by_direction_torch,
     "packed: uint8[N, row_bytes(K)]; remainder: int8[N, K]; values: real[N, K]; row_gain: "
     "float32[N]?; column_gain: float32[K]? dense; key: int32[]; gain: int32[]; shift: int32[]; "
-    "limit: int32[]; ok: int32[]; flips: int64[]; radix; remainder_max; decay: int32[]?",
+    "limit: int32[]; ok: int32[]; flips: int64[]; radix; remainder_max; decay: int32[]?; "
+    "turn: int32[]?; nibble",
     native=_step_by_direction_native, where=(GAINS_BELONG,),
 )  # fmt: skip
 """Step a matrix of weights along a direction, in place, carrying between trit and remainder.
 
 Args:
     packed: (N, row_bytes(K)) uint8, the trits T.
-    remainder: (N, K) int8, A.
+    remainder: (N, K) int8, A; with `nibble`, bytes of 16 m + (A mod 16).
     values: (N, K) float32 or bfloat16, any strides.
     row_gain: (N,) float32; u = values * row_gain * column_gain in units of 2**-16, saturating
         at +-4. None for the sign of the values.
@@ -463,4 +466,6 @@ Args:
     remainder_max: z is clipped to +-(P + remainder_max).
     decay: int32 scalar tensor, 0..`LARGEST_DECAY`, the decay of z in units of 2**-24; None for no
         decay.
+    turn: int32 scalar tensor, 0..65535, the offset of the random bits; None for 0.
+    nibble: whether the remainder is the low half of its byte, whose high half is kept.
 """

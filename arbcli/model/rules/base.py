@@ -105,8 +105,10 @@ class StepControl:
 
     step: Tensor
     """Number of the step, from 0, int32."""
-    turn: Tensor
-    """Offset of the random bits of trits, int32; 0 unless the rule `turns_bits`."""
+    turn: Tensor | None
+    """Offset of the random bits of trits, int32; None unless the rule `turns_bits`."""
+    moment_turn: Tensor | None
+    """The same for the moment, which may be updated several times in a step."""
     keys: tuple[Tensor, ...]
     """Keys of the random streams, NUM_STREAMS int32 scalars."""
     scale_gain: tuple[Tensor, Tensor]
@@ -174,7 +176,7 @@ class Rule(ABC):
     merges: bool = True
     """Whether launches of the step's kernels may be merged, as only kernels read their results."""
     turns_bits: bool = False
-    """Whether the random bits of trits are offset from step to step instead of drawn anew."""
+    """Whether random bits of trits and moment are offset each time instead of drawn anew."""
     steps_by_signs: bool = False
     """Whether slopes of scales are computed from the signs of the gradient."""
 

@@ -88,6 +88,7 @@ class Moment(Rule):
         blend_moment(
             self.moment_bytes(state), *gradient.required_direction, control.keys[MOMENT],
             gradient.gains.ok, control.squares, beta, *control.blend_gain, self.share_a_byte,
+            control.moment_turn,
         )  # fmt: skip
 
     def step_along_direction(
@@ -97,6 +98,7 @@ class Moment(Rule):
         step_by_direction(
             state["trits"], state["remainder"], *direction, control.keys[TRIT], *control.gain,
             control.limit, ok, control.flips, self.radix, self.remainder_max, control.weight_decay,
+            control.turn, self.share_a_byte,
         )  # fmt: skip
 
 

@@ -8,15 +8,15 @@ from arbcli.model.rules.moment import Moment
 
 
 class Nibble(Moment):
-    """A 4-bit remainder and a 4-bit moment, which averages directions, as they need less range.
+    """A 4-bit remainder and a 4-bit moment.
 
-    P is the largest even number whose remainders up to P / 2 fit in four bits. Steps are smaller
-    than a unit of z, so independent random bits would dominate its changes: the bits are offset
-    from step to step instead.
+    P is the largest even number whose remainders up to P / 2 fit in four bits. Changes of z and of
+    the moment are about a unit, so the noise of independent random bits would dominate them: the
+    bits are offset from step to step instead.
     """
 
-    name, gradient_moment, turns_bits = "nibble", False, True
-    radix, remainder_max, moment_range = 14, 7, 0.6
+    name, turns_bits = "nibble", True
+    radix, remainder_max, moment_range = 14, 7, 0.35
     share_a_byte = True
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:

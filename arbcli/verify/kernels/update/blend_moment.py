@@ -6,14 +6,14 @@ from torch import Tensor
 from arbcli.kernels.update.blend_moment import blend_moment, moment_max
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.direction import draw_gains, fixed_point_reference
-from arbcli.verify.kernels.update.random_bits import random_halves_reference
+from arbcli.verify.kernels.update.random_bits import draw_turn, random_halves_reference
 from arbcli.verify.verification import REFUSED, Verification, filled
 
 
 def blend_moment_reference(
     moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
     key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: Tensor, shift: Tensor,
-    nibble: bool,
+    nibble: bool, turn: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the reference result of `blend_moment` in `moment` and in `squares`, in int64."""
     if not ok:
@@ -24,6 +24,7 @@ def blend_moment_reference(
     added = torch.div(u * gain.to(torch.int64), 2 ** int(shift), rounding_mode="floor")
     blended = old * decay + added
     random = random_halves_reference(int(key), *moment.shape).to(moment.device)
+    random = (random + (0 if turn is None else int(turn))) % 2**16
     new = torch.div(blended + random, 2**16, rounding_mode="floor")
     largest = 7 if nibble else 127
     new = new.clamp(-largest, largest)
@@ -42,7 +43,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     return (
         moment, rng.reals(n, k), *gains, rng.key(), rng.scalar(not rng.chance(0.1)), squares,
         rng.pick((0, 58982, 65536)), rng.scalar(rng.integer(1024)),
-        rng.scalar(4 + rng.integer(12)), nibble,
+        rng.scalar(4 + rng.integer(12)), nibble, draw_turn(rng),
     )  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from arbcli.verify.case_generator import CaseGenerator
+
 _MASK = 0xFFFFFFFF
 
 
@@ -31,3 +33,8 @@ def random_halves_reference(key: int, rows: int, columns: int) -> Tensor:
     """Compute (rows, columns) int64 in 0..65535: half a word each, the high one in odd rows."""
     words = random_bits_reference(key, -(-rows // 2), columns)
     return torch.stack([words % 2**16, words // 2**16], dim=1).flatten(0, 1)[:rows]
+
+
+def draw_turn(rng: CaseGenerator) -> Tensor | None:
+    """Draw an offset of random bits, or none."""
+    return rng.scalar(rng.integer(2**16)) if rng.integer(2) else None

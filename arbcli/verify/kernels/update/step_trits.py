@@ -10,12 +10,12 @@ from arbcli.kernels.update.step_trits import LARGEST_DECAY, step_by_direction, s
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packing import pack_trits_reference, unpack_trits_reference
 from arbcli.verify.kernels.update.direction import draw_gains, fixed_point_reference
-from arbcli.verify.kernels.update.random_bits import random_halves_reference
+from arbcli.verify.kernels.update.random_bits import draw_turn, random_halves_reference
 from arbcli.verify.verification import REFUSED, Verification, filled
 
 
 def step_by_moment_reference(
-    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor | None,
     step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
     remainder_max: int, decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -33,8 +33,8 @@ def step_by_moment_reference(
         gain = float((size / root).clamp(max=2**23) + 0.5) // 1
     step = u * int(gain)
     return _step_reference(
-        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble, int(turn),
-        decay,
+        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble,
+        0 if turn is None else int(turn), decay,
     )  # fmt: skip
 
 
@@ -42,13 +42,15 @@ def step_by_direction_reference(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
     flips: Tensor, radix: int, remainder_max: int, decay: Tensor | None = None,
+    turn: Tensor | None = None, nibble: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the reference result of `step_by_direction` (`packed`, `remainder`, `flips`)."""
     u = fixed_point_reference(values, row_gain, column_gain, 2**18)
     step = torch.div(u * gain.to(torch.int64), 2 ** int(shift), rounding_mode="floor")
     return _step_reference(
-        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, False, decay=decay
-    )
+        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble,
+        0 if turn is None else int(turn), decay,
+    )  # fmt: skip
 
 
 def _step_reference(
@@ -100,7 +102,7 @@ def _draw_by_moment(rng: CaseGenerator, group_size: int, m: int, n: int, k: int)
     )
     limit = rng.scalar(rng.pick((2**14, 2**19, 2**23)))
     return (
-        packed, remainder, moment, rng.key(), rng.scalar(rng.integer(2**16)), step_size, squares,
+        packed, remainder, moment, rng.key(), draw_turn(rng), step_size, squares,
         limit,
         rng.scalar(not rng.chance(0.1)), flips, radix, largest, _draw_decay(rng),
     )  # fmt: skip
@@ -111,13 +113,18 @@ def _draw_decay(rng: CaseGenerator) -> Tensor | None:
 
 
 def _draw_by_direction(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = rng.integer(2) == 1
+    radix, largest = (8, 7) if nibble else (32, 127)
+    packed, remainder = draw_weights(rng, n, k, radix, largest)
+    if nibble:
+        remainder = rng.view(rng.integers(-7, 7, n, k) * 16 + remainder % 16)
     gains = draw_gains(rng, n, k, rng.pick((2.0**14, 2.0**16, 2.0**19)))
     limit = rng.pick((2**14, 2**19, 2**23))
     control = map(rng.scalar, (rng.integer(2**12), 6 + rng.integer(8), limit))
     return (
-        *draw_weights(rng, n, k, 32, 127), rng.reals(n, k), *gains, rng.key(), *control,
+        packed, remainder, rng.reals(n, k), *gains, rng.key(), *control,
         rng.scalar(not rng.chance(0.1)), torch.tensor(rng.integer(1000), device=rng.device),
-        32, 127, _draw_decay(rng),
+        radix, largest, _draw_decay(rng), draw_turn(rng), nibble,
     )  # fmt: skip
 
 
