@@ -596,8 +596,8 @@ static void blend_rows(const void *given, int64_t first, int64_t last, int64_t t
 
 /* Returns what the squares of the new moment add up to. */
 EXPORT int64_t blend_moment(DIRECTION_ARGUMENTS, int8_t *moment, int64_t moment_stride, int64_t key,
-                            int64_t turn, int64_t decay, int64_t gain, int64_t shift, int64_t nibble,
-                            int64_t rows, int64_t threads) {
+                            int64_t turn, int64_t decay, int64_t gain, int64_t shift,
+                            int64_t nibble, int64_t rows, int64_t threads) {
     int64_t squares[MOST_THREADS] = {0}, total = 0;
     struct blend about = {DIRECTION, moment, moment_stride, (uint32_t)key, (uint32_t)turn,
                           (int32_t)decay, (int32_t)gain, (int32_t)shift, (int32_t)nibble, squares};
@@ -672,13 +672,13 @@ static void step_rows(const void *given, int64_t first, int64_t last, int64_t th
 EXPORT int64_t step_trits(DIRECTION_ARGUMENTS, uint8_t *packed, int64_t packed_stride,
                           int8_t *remainder, int64_t remainder_stride, const int8_t *moment,
                           int64_t moment_stride, int64_t key, int64_t turn, int64_t gain,
-                          int64_t shift, int64_t limit, int64_t decay, int64_t radix, int64_t remainder_max,
-                          int64_t nibble, int64_t rows, int64_t threads) {
+                          int64_t shift, int64_t limit, int64_t decay, int64_t radix,
+                          int64_t remainder_max, int64_t nibble, int64_t rows, int64_t threads) {
     int64_t flips[MOST_THREADS] = {0}, total = 0;
     struct step about = {DIRECTION, packed, remainder, moment, packed_stride, remainder_stride,
                          moment_stride, (uint32_t)key, (uint32_t)turn, (int32_t)gain,
-                         (int32_t)shift, (int32_t)limit, (int32_t)decay, (int32_t)radix, (int32_t)remainder_max,
-                         (int32_t)nibble, flips};
+                         (int32_t)shift, (int32_t)limit, (int32_t)decay, (int32_t)radix,
+                         (int32_t)remainder_max, (int32_t)nibble, flips};
     share_rows(step_rows, &about, rows, 2, threads);
     for (int t = 0; t < MOST_THREADS; t++) total += flips[t];
     return total;

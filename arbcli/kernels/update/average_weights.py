@@ -31,7 +31,7 @@ def _average_weights_torch(
         low = remainder[rows] << 4 >> 4 if nibble else remainder[rows]
         z = unpack_trits_torch(packed[rows], in_features, torch.int32).mul_(radix).add_(low)
         step = z.sub_(average[rows], alpha=1 << shift).mul_(rate).bitwise_right_shift_(shift)
-        threshold = random_halves(key, rows, columns).add_(turn).bitwise_and_(0xFFFF)
+        threshold = random_halves(key, rows, columns, turn)
         step.add_(threshold).bitwise_right_shift_(16)
         average[rows] += step.to(torch.int8)
 

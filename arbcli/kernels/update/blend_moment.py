@@ -51,10 +51,7 @@ def _blend_moment_torch(
         state = moment[rows]
         new = fixed_point_torch(values, row_gain, column_gain, rows, DIRECTION_LIMIT)
         new.mul_(factor).bitwise_right_shift_(bits)
-        random = random_halves(key, rows, columns)
-        if turn is not None:
-            random.add_(turn).bitwise_and_(0xFFFF)
-        new += random
+        new += random_halves(key, rows, columns, turn)
         new.add_(state >> 4 if nibble else state, alpha=decay)
         new.bitwise_right_shift_(16).clamp_(-largest, largest)
         if nibble:

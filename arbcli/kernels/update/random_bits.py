@@ -48,13 +48,14 @@ def random_bits(key: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return mix((columns * _GOLDEN)[None, :] ^ mix(rows ^ key)[:, None])
 
 
-def random_halves(key: Tensor, rows: slice, columns: Tensor) -> Tensor:
+def random_halves(key: Tensor, rows: slice, columns: Tensor, turn: Tensor | None = None) -> Tensor:
     """Compute 16 random bits an element: rows 2 i and 2 i + 1 share the words (key, i, k).
 
     Args:
         key: int32 scalar tensor, from `stream_keys`.
         rows: of the matrix, from an even one.
         columns: (K,) int32 column indices k.
+        turn: int32 scalar tensor, added modulo 2**16; None for 0.
 
     Returns:
         (N, K) int32 in 0..65535.
@@ -65,7 +66,8 @@ def random_halves(key: Tensor, rows: slice, columns: Tensor) -> Tensor:
     halves = words.new_empty(len(pairs), 2, len(columns))
     torch.bitwise_and(words, _LOW_16, out=halves[:, 0])
     torch.bitwise_right_shift(words, _16, out=halves[:, 1]).bitwise_and_(_LOW_16)
-    return halves.flatten(0, 1)[: rows.stop - rows.start]
+    halves = halves.flatten(0, 1)[: rows.stop - rows.start]
+    return halves if turn is None else halves.add_(turn).bitwise_and_(_LOW_16)
 
 
 def stream_keys(seed: Tensor, tick: Tensor, num_tensors: int, num_streams: int) -> Tensor:

@@ -80,7 +80,7 @@ def _step_by_moment_torch(
         nibble, largest_step = moment is None, int(limit)
         _step_torch(
             packed, remainder, step_of, key, largest_step, flips, radix, remainder_max, nibble,
-            0 if turn is None else int(turn), decay,
+            turn, decay,
         )  # fmt: skip
 
 
@@ -99,14 +99,14 @@ def _step_by_direction_torch(
 
         _step_torch(
             packed, remainder, step_of, key, largest_step, flips, radix, remainder_max, nibble,
-            0 if turn is None else int(turn), decay,
+            turn, decay,
         )  # fmt: skip
 
 
 def _step_torch(
     packed: Tensor, remainder: Tensor, step_of: Callable[[slice], Tensor], key: Tensor, limit: int,
-    flips: Tensor, radix: int, remainder_max: int, nibble: bool, turn: int = 0,
-    decay: Tensor | None = None,
+    flips: Tensor, radix: int, remainder_max: int, nibble: bool,
+    turn: Tensor | None, decay: Tensor | None,
 ) -> None:  # fmt: skip
     in_features = remainder.shape[1]
     columns = torch.arange(in_features, dtype=torch.int32, device=packed.device)
@@ -114,9 +114,7 @@ def _step_torch(
     for rows in row_chunks(remainder):
         state = remainder[rows]
         step = step_of(rows).clamp_(-limit, limit)
-        random = random_halves(key, rows, columns)
-        if turn:
-            random.add_(turn).bitwise_and_(0xFFFF)
+        random = random_halves(key, rows, columns, turn)
         old = unpack_trits_torch(packed[rows], in_features)
         low = state << 4 >> 4 if nibble else state
         if decay is not None:

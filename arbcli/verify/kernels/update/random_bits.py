@@ -29,10 +29,13 @@ def random_bits_reference(key: int, rows: int, columns: int) -> Tensor:
     return torch.tensor(words, dtype=torch.int64).reshape(rows, columns)
 
 
-def random_halves_reference(key: int, rows: int, columns: int) -> Tensor:
+def random_halves_reference(
+    key: int, rows: int, columns: int, turn: Tensor | None = None
+) -> Tensor:
     """Compute (rows, columns) int64 in 0..65535: half a word each, the high one in odd rows."""
     words = random_bits_reference(key, -(-rows // 2), columns)
-    return torch.stack([words % 2**16, words // 2**16], dim=1).flatten(0, 1)[:rows]
+    halves = torch.stack([words % 2**16, words // 2**16], dim=1).flatten(0, 1)[:rows]
+    return halves if turn is None else (halves + int(turn)) % 2**16
 
 
 def draw_turn(rng: CaseGenerator) -> Tensor | None:

@@ -34,7 +34,7 @@ def step_by_moment_reference(
     step = u * int(gain)
     return _step_reference(
         packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble,
-        0 if turn is None else int(turn), decay,
+        turn, decay,
     )  # fmt: skip
 
 
@@ -49,14 +49,14 @@ def step_by_direction_reference(
     step = torch.div(u * gain.to(torch.int64), 2 ** int(shift), rounding_mode="floor")
     return _step_reference(
         packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble,
-        0 if turn is None else int(turn), decay,
+        turn, decay,
     )  # fmt: skip
 
 
 def _step_reference(
     packed: Tensor, remainder: Tensor, step: Tensor, key: Tensor, limit: Tensor, ok: Tensor,
-    flips: Tensor, radix: int, remainder_max: int, nibble: bool, turn: int = 0,
-    decay: Tensor | None = None,
+    flips: Tensor, radix: int, remainder_max: int, nibble: bool,
+    turn: Tensor | None, decay: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not ok:
         return packed, remainder, flips
@@ -64,8 +64,7 @@ def _step_reference(
     state = remainder.to(torch.int64)
     low = (state % 16 + 8) % 16 - 8 if nibble else state
     step = step.clamp(-int(limit), int(limit))
-    random = random_halves_reference(int(key), *remainder.shape).to(packed.device)
-    random = (random + turn) % 2**16
+    random = random_halves_reference(int(key), *remainder.shape, turn).to(packed.device)
     z = trits * radix + low
     if decay is not None:
         step += torch.div(z * int(decay), 2**8, rounding_mode="floor")
