@@ -191,9 +191,9 @@ def _check_checkpoint(path: Path, accept: Accept) -> Finding:
     except ArbError as error:
         return Finding(name=path.name, state="refused", detail=str(error))
     size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    own = path_of(checkpoint, path.parent).name
-    if path.name.replace("best-", "step-") != own:
-        return Finding(name=path.name, state="damaged", detail=f"it was written as `{own}`")
+    written = path_of(checkpoint, path.parent).name
+    if path.name.replace("best-", "step-") != written:
+        return Finding(name=path.name, state="damaged", detail=f"it was written as `{written}`")
     return Finding(name=path.name, state="ok", detail=f"{size:,} bytes of state, as written")
 
 
@@ -202,9 +202,9 @@ def _left_over(run: Path) -> Iterator[Finding]:
         f".*.{TEMPORARY}": "temporary file of a killed process",
         "*.aside*": "set aside by a resume; no longer read",
     }
-    for pattern, what in kinds.items():
+    for pattern, kind in kinds.items():
         for path in sorted(run.glob(pattern)):
-            yield Finding(name=path.name, state="left over", detail=what)
+            yield Finding(name=path.name, state="left over", detail=kind)
 
 
 def _start_again(facts: dict[str, Any]) -> tuple[int | None, str | None]:

@@ -107,10 +107,10 @@ def resume_run(
     run = directory_of(path)
     facts = directory.read_facts(run)
     config = directory.run_config(run, facts)
-    place = own_device(devices.resolve_device(device or config.device))
-    backend = devices.resolve_backend(backend or (None if device else config.backend), place)
-    devices.check_compute(config.compute, place)
-    config = dataclasses.replace(config, device=str(place), backend=backend, **changes)
+    torch_device = own_device(devices.resolve_device(device or config.device))
+    backend = devices.resolve_backend(backend or (None if device else config.backend), torch_device)
+    devices.check_compute(config.compute, torch_device)
+    config = dataclasses.replace(config, device=str(torch_device), backend=backend, **changes)
     note_emulation(config, observer)
     threads = facts.get("threads", now := torch.get_num_threads())
     if threads > THREADS_OF_A_CPU * (os.cpu_count() or 1):
@@ -119,26 +119,23 @@ def resume_run(
             f" {now}, with different rounding"
         )
         threads = now
-    elif threads != now and place.type == "cpu":
+    elif threads != now and torch_device.type == "cpu":
         observer.noted(
             f"computing with {threads} threads like before, as {now} would round differently"
         )
-    with joined(place, "train --resume") as group:
+    with joined(torch_device, "train --resume") as group:
         observer = observer if group.first else Observer()
         check_shares(config, group.size)
         with locked(run, group), devices.deterministic(), devices.cpu_threads(threads):
             group.compare({"steps": steps or config.steps}, "setting")
             accept = accept_of(run, facts, config)
             checkpoint = None
-            if path == run and not checkpoints(run) and can_begin_again(run):
-                observer.noted("the run has no checkpoint yet: starting again from step 0")
+            if path != run:
+                checkpoint = load_checkpoint(path, accept)
+            elif checkpoints(run) or not can_begin_again(run):
+                checkpoint = latest_checkpoint(run, observer.noted, accept)
             else:
-                latest = path == run
-                checkpoint = (
-                    latest_checkpoint(run, observer.noted, accept)
-                    if latest
-                    else load_checkpoint(path, accept)
-                )
+                observer.noted("the run has no checkpoint yet: starting again from step 0")
             group.compare({"checkpoint": checkpoint and checkpoint.digest}, "file")
             facts["config"] |= changes
             done = 0 if checkpoint is None else checkpoint.step
@@ -301,15 +298,15 @@ def check_same_run(
     expected |= {
         "seed": config.seed,
         "text": facts["text"]["digest"],
+        "tokenizer": facts["text"].get("tokenizer"),
         "reduce_dtype": config.reduce_dtype,
         "weight_average": config.weight_average or None,
     }
-    expected |= {"tokenizer": facts["text"].get("tokenizer")}
     settings = checkpoint.data.get("settings", {})  # missing in those of earlier versions
     if not isinstance(settings, dict):
         settings = {"settings": settings}
-    known = config.decisive() | {"init_from": facts.get("init_digest")}
-    known |= {"teacher": facts.get("teacher_digest")}
+    digests = {"init_from": facts.get("init_digest"), "teacher": facts.get("teacher_digest")}
+    known = config.decisive() | digests
     made_with |= settings
     expected |= {name: known[name] for name in settings if name in known}
     if made_with.get("steps") in _earlier_steps(facts, checkpoint.step):

@@ -1,6 +1,8 @@
 """The computation of one training step, shared by runs, CUDA graphs and the audit."""
 
 from collections.abc import Callable, Iterable
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +74,6 @@ class TrainingStep:
             The terms of the loss before the update, float32 scalars by name, averaged over
             micro-batches by the numbers of their learnt symbols.
         """
-        totals: dict[str, Tensor] = {}
         shares: dict[str, list[Tensor]] = {}
         self.model.forget_uses()
         local = len(self.group.local(self.accumulation))
@@ -95,16 +96,13 @@ class TrainingStep:
                     share = share * weight
                 if self.accumulation > 1:
                     share = share / self.accumulation
-                if self.group.size == 1:
-                    totals[name] = totals[name] + share if name in totals else share
-                else:
-                    shares.setdefault(name, []).append(share)
+                shares.setdefault(name, []).append(share)
         self.updates.finish()
         self.model.join(self.group)
         self.model.finish_step()
+        totals = {}
         for name, local_shares in shares.items():
-            for share in self.group.gather(local_shares):
-                totals[name] = totals.get(name, 0) + share
+            totals[name] = reduce(add, self.group.gather(local_shares))
         return totals
 
     def compute_losses(self, micro: int, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -128,6 +128,7 @@ class Trainer:
     ) -> None:
         if config.teacher is not None and teacher is None:
             raise ValueError("the teacher must be read first: see `read_teacher`")
+        # alternatives to a dense run in one process are imported on use
         self.config, self.texts = config, texts
         self.group = group or Group()
         check_shares(config, self.group.size)
@@ -163,13 +164,18 @@ class Trainer:
                     tensors, config.seed, dtype, HELD_BYTES, config.decay, config.weight_average
                 )
             else:
-                self.updater = self.shared = self._new_shared_updater()
+                self.model.declare_wire()
+                new_updater = imported("arbcli.training.parallel.shared_updater:SharedUpdater")
+                self.updater = self.shared = new_updater(tensors, config, dtype, self.group)
             for tensor in tensors:
                 if isinstance(tensor, StreamedTensor):
                     tensor.sink = self.updater
             self._updates: Updater | FloatOptimizer = self.updater
         else:
-            self._updates = self.optimizer = self._new_float_optimizer(compiled)
+            new_optimizer = imported("arbcli.training.float_optimizer:FloatOptimizer")
+            self._updates = self.optimizer = new_optimizer(
+                self.model, config.optimizer, config.decay, config.weight_average, compiled=compiled
+            )
         self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
         self._compute.scale_routes = config.scale_routes
         if config.drops:
@@ -212,7 +218,8 @@ class Trainer:
         self._step_inputs: StepInputs | None = None
         """Copies windows, and parameters of updates, to a GPU; None on other devices."""
         if self.device.type == "cuda":
-            self._step_inputs = self._new_step_inputs()
+            new_inputs = imported("arbcli.training.step_inputs:StepInputs")
+            self._step_inputs = new_inputs(config, self.device, self.updater)
         self._measured = False
         """Whether the quantisation scales of gradients are known."""
         self._counts: list[int] | None = None
@@ -220,31 +227,6 @@ class Trainer:
         self.digits = config.model.digits
         """Form of the weights as in `ModelConfig`; while they fade, the stage of this step."""
         self._fade()
-
-    # alternatives to a dense run in one process are imported on use
-
-    def _new_shared_updater(self) -> "SharedUpdater":
-        from arbcli.training.parallel.shared_updater import SharedUpdater
-
-        self.model.declare_wire()
-        tensors, dtype = self.model.packed_tensors().values(), COMPUTE[self.config.compute]
-        return SharedUpdater(tensors, self.config, dtype, self.group)
-
-    def _new_step_inputs(self) -> "StepInputs":
-        from arbcli.training.step_inputs import StepInputs
-
-        return StepInputs(self.config, self.device, self.updater)
-
-    def _new_float_optimizer(self, compiled: bool) -> "FloatOptimizer":
-        from arbcli.training.float_optimizer import FloatOptimizer
-
-        return FloatOptimizer(
-            self.model,
-            self.config.optimizer,
-            self.config.decay,
-            self.config.weight_average,
-            compiled=compiled,
-        )
 
     @property
     def captures(self) -> bool:
@@ -259,11 +241,9 @@ class Trainer:
     @property
     def num_floats(self) -> tuple[int, int]:
         """Numbers of elements of float parameters and of float buffers; 0 for ternary models."""
-        parameters, buffers = self.model.parameters(), self.model.buffers()
-        floats = (buffer for buffer in buffers if buffer.is_floating_point())
-        return sum(tensor.numel() for tensor in parameters), sum(
-            tensor.numel() for tensor in floats
-        )
+        buffers = (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
+        parameters = sum(tensor.numel() for tensor in self.model.parameters())
+        return parameters, sum(tensor.numel() for tensor in buffers)
 
     @property
     def lr(self) -> float:
@@ -452,7 +432,11 @@ class Trainer:
         for tensor in self.updater.tensors:
             if tensor.fades:
                 tensor.rule = stage_rule(tensor.rule.name, stage)
-        if self._capture_at is not None:  # the graph reads weights in the form of the last stage
+        self._capture_again()  # the graph reads weights in the form of the last stage
+
+    def _capture_again(self) -> None:
+        """Free the captured graph, and capture steps again after a few."""
+        if self._capture_at is not None:
             self.release_graph()
             self._capture_at = self.step + EAGER_STEPS
 
@@ -640,6 +624,4 @@ class Trainer:
             self.updater.restore(checkpoint.counters)
         self.step = checkpoint.step
         self._fade()
-        if self._capture_at is not None:
-            self.release_graph()
-            self._capture_at = self.step + EAGER_STEPS
+        self._capture_again()

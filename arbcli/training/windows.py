@@ -66,11 +66,11 @@ def _window(
 ) -> Window:
     """Divide a window into its documents, without padding, and these into runs."""
     rows = []
-    indices = range(len(ids))
-    for _, group in itertools.groupby(indices, lambda at: documents[at] if documents else 0):
-        here = list(group)
-        symbols = [ids[at] for at in here] + [targets[here[-1]]]
-        learnt = [False] + [targets[at] >= 0 for at in here]
+    positions = zip(ids, targets, documents or itertools.repeat(0), strict=False)
+    for _, group in itertools.groupby(positions, lambda position: position[2]):
+        document_ids, document_targets, _ = zip(*group, strict=True)
+        symbols = [*document_ids, document_targets[-1]]
+        learnt = [False, *(target >= 0 for target in document_targets)]
         if documents and not any(learnt):  # padding
             continue
         end = len(symbols) if symbols[-1] >= 0 else -1
