@@ -319,8 +319,7 @@ def _width(model: nn.Module) -> int | None:
 
 
 def _configuration(model: nn.Module) -> dict[str, Any]:
-    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
-    return to_dict()
+    return getattr(getattr(model, "config", None), "to_dict", dict)()
 
 
 def floats(model: nn.Module) -> dict[str, Tensor]:

@@ -98,7 +98,7 @@ class CapturedStep:
         assert self._graph is not None, "it was captured"
         assert self._total is not None, "with its loss"
         self._graph.replay()
-        self.optimizer.count_step()
+        self.optimizer.step_number += 1
         return self._total.clone()
 
     def _run(self, micro_batches: Sequence[Sequence[Tensor]]) -> Tensor:

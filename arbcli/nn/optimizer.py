@@ -66,7 +66,9 @@ class IntegerOptimizer(torch.optim.Optimizer):
         super().__init__([weight.anchor for weight in self._weights], {"lr": lr, **settings})
         self._updater: ModuleUpdater | None = None
         self._counters = {"nonfinite_steps": 0, "refused": 0}
-        self.step_number = self._micro = 0
+        self.step_number = 0
+        """Number of steps that were done, by `step` or by replays of a graph."""
+        self._micro = 0
         self._runs_backward = False
         self._stepped: set[tuple[int, int]] = set()
         """Tensors with a gradient in this backward, by their addresses and first matrices."""
@@ -186,7 +188,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
             if self._unstepped:
                 updater.end_early(self._unstepped.values())
             updater.finish()
-            self.count_step()
+            self.step_number += 1
         self._forget_step()
         return result
 
@@ -214,10 +216,6 @@ class IntegerOptimizer(torch.optim.Optimizer):
             "a `GradScaler` finds no gradients of integer weights",
             "leave it out: gradients are normalised, and products are not in float16",
         )
-
-    def count_step(self) -> None:
-        """Count a step that was done, by `step` or by a replay."""
-        self.step_number += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing, as gradients are not stored; an interrupted step ends."""

@@ -278,28 +278,6 @@ class _Use(Function):
         return tuple(grads)
 
 
-class _Multiplied(Anchored, LinearWeight):
-    """A packed matrix that activations are multiplied by."""
-
-    @torch.compiler.disable
-    def product(self, x: Tensor) -> Tensor:
-        """Multiply (..., K) to (..., N); differentiable.
-
-        Raises:
-            ArbError: x is neither bfloat16 nor float32.
-        """
-
-        def multiply(rows: Tensor) -> Tensor:
-            return self.use(
-                lambda rows: (self.multiply(rows, None),),
-                lambda grad_y, _: self.propagate(grad_y),
-                lambda grad_y, rows: (rows, grad_y),
-                rows,
-            )
-
-        return _multiplied(x, multiply)
-
-
 def _autocast(x: Tensor) -> Tensor:
     """Convert an input of a product to the dtype of autocast, and check its dtype."""
     kind = x.device.type
@@ -309,16 +287,33 @@ def _autocast(x: Tensor) -> Tensor:
     return x
 
 
-def _multiplied(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run a product of (M, K) on (..., K), in the dtype of autocast."""
+def _product(
+    x: Tensor, weight: Anchored, run: Callable, propagate: Callable, express: Callable
+) -> Tensor:
+    """Multiply (..., K) to (..., N) in the dtype of autocast; see `Anchored.use` for functions."""
     x = _autocast(x)
     with torch.autocast(x.device.type, enabled=False):
-        y = run(x.reshape(-1, x.shape[-1]))
+        y = weight.use(run, propagate, express, x.reshape(-1, x.shape[-1]))
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class Matrix(_Multiplied):
+class Matrix(Anchored, LinearWeight):
     """The weight of a linear layer."""
+
+    @torch.compiler.disable
+    def product(self, x: Tensor) -> Tensor:
+        """Multiply (..., K) to (..., N); differentiable.
+
+        Raises:
+            ArbError: x is neither bfloat16 nor float32.
+        """
+        return _product(
+            x,
+            self,
+            lambda rows: (self.multiply(rows, None),),
+            lambda grad_y, _: self.propagate(grad_y),
+            lambda grad_y, rows: (rows, grad_y),
+        )
 
 
 class FusedMatrix(Matrix):
@@ -380,18 +375,14 @@ class MatrixRows:
     @torch.compiler.disable
     def product(self, x: Tensor) -> Tensor:
         """Multiply (..., K): see `Matrix.product`."""
-        matrix = self.matrix
-
-        def multiply(rows: Tensor) -> Tensor:
-            packed = matrix.packed.rows(matrix.parts[self.part])
-            return matrix.use(
-                lambda rows: (ternary_matmul(rows, packed),),
-                lambda grad_y, _: ternary_matmul_grad_x(grad_y, packed),
-                lambda grad_y, rows: ((rows, self.part), grad_y),
-                rows,
-            )
-
-        return _multiplied(x, multiply)
+        packed = self.matrix.packed.rows(self.matrix.parts[self.part])
+        return _product(
+            x,
+            self.matrix,
+            lambda rows: (ternary_matmul(rows, packed),),
+            lambda grad_y, _: ternary_matmul_grad_x(grad_y, packed),
+            lambda grad_y, rows: ((rows, self.part), grad_y),
+        )
 
     def decoded(self) -> Tensor:
         """Decode to (N, K) of the dtype of the float parameter; not differentiable."""
@@ -407,7 +398,7 @@ class MatrixRows:
 class Symbols(Anchored, SymbolWeight):
     """The weight of a head for many symbols, or one that an embedding shares."""
 
-    product = _Multiplied.product
+    product = Matrix.product
 
     @torch.compiler.disable
     def losses(self, x: Tensor, targets: Tensor) -> Tensor:
