@@ -68,9 +68,9 @@ def _value(kind: Any, value: Any, union: Kinds | None, where: str) -> Any:
     if value is None or (value == NONE and NoneType in get_args(kind)):
         return None
     if union is not None and not isinstance(value, list | tuple):
-        if len(union) == 1:  # the only kind is not named by older files
-            return build_dataclass(union[union.names[0]], value, where)
         name = value.get("kind", union.usual) if isinstance(value, dict) else None
+        if len(union) == 1:  # older files do not name the only kind
+            name = union.names[0]
         if not isinstance(name, str) or name not in union:
             raise TypeError(
                 f"`{where}` is of the kind `{shown(name)}`, which is none of: {quoted(union)}"

@@ -7,7 +7,7 @@ arguments are also the fields of configurations saved by earlier versions, which
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 from arbcli.base.errors import ArbError, setting_error
 from arbcli.base.lazy import ExtendedMapping, LoadedMapping
-from arbcli.config.model import MOST_BLOCKS, BlockConfig, Blocks, Context, ModelConfig, StageConfig
+from arbcli.config.model import LISTS, MOST_BLOCKS, BlockConfig, Context, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.mlp import MLPConfig
@@ -165,25 +165,20 @@ def set_part_rules(
     if mlp_rule and not any(block.channel for _, block in config.blocks()):
         raise _missing_part("mlp_rule", "an MLP or experts")
 
-    def set_rules(blocks: Blocks) -> Blocks:
-        return tuple(
-            BlockConfig(
-                mixer=_set_rule(block.mixer, attention_rule),
-                channel=_set_rule(block.channel, mlp_rule),
+    def set_rules(stage: StageConfig) -> StageConfig:
+        lists: dict[str, Any] = {
+            name: tuple(
+                BlockConfig(
+                    mixer=_set_rule(block.mixer, attention_rule),
+                    channel=_set_rule(block.channel, mlp_rule),
+                )
+                for block in getattr(stage, name)
             )
-            for block in blocks
-        )
+            for name in LISTS
+        }
+        return replace(stage, **lists)
 
-    stages = (
-        replace(
-            one,
-            blocks=set_rules(one.blocks),
-            before=set_rules(one.before),
-            after=set_rules(one.after),
-        )
-        for one in config.stages
-    )
-    return replace(config, stages=tuple(stages))
+    return replace(config, stages=tuple(map(set_rules, config.stages)))
 
 
 def _missing_part(name: str, part: str) -> ArbError:
@@ -260,22 +255,18 @@ def arguments(form: str) -> ExtendedMapping[inspect.Parameter]:
     return ExtendedMapping(form_arguments | storage | rules, modifier_arguments)
 
 
-def _functions_merge_families() -> list[Callable[..., ModelConfig]]:
+def _functions_of_families() -> Iterator[Callable[..., ModelConfig]]:
     """Import the forms and modifiers of all families, in the order of `FAMILIES`."""
-    modules = [
-        import_module(f"arbcli.families.{name}.presets")
-        for name, family in FAMILIES.items()
-        if family.form or family.modifies
-    ]
-    return [module.FORM.build if hasattr(module, "FORM") else module.MODIFIER for module in modules]
+    for name, family in FAMILIES.items():
+        if family.form or family.modifies:
+            module = import_module(f"arbcli.families.{name}.presets")
+            yield module.FORM.build if family.form else module.MODIFIER
 
 
 def _merge_families(read: Callable[[Callable], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """Return a function that merges what `read` returns of each function of the families."""
+    """Return a function that merges the results of `read` for each function of the families."""
     return lambda: {
-        name: one
-        for function in _functions_merge_families()
-        for name, one in read(function).items()
+        name: one for function in _functions_of_families() for name, one in read(function).items()
     }
 
 

@@ -677,10 +677,9 @@ def train_config(
         settings.setdefault("reduce_dtype", default_sums(settings.get("accum", 1), processes))
     data, val = (tuple(map(str, settings.pop(name, ()))) for name in ("data", "val"))
     settings["scale_losses"] = tuple(settings.pop("scale_losses", ()))
-    if settings.get("tokenizer") is not None:
-        settings["tokenizer"] = str(settings["tokenizer"])
-    if settings.get("teacher") is not None:
-        settings["teacher"] = str(settings["teacher"])
+    for name in ("tokenizer", "teacher"):
+        if settings.get(name) is not None:
+            settings[name] = str(settings[name])
     return TrainConfig(
         model=model, optimizer=optimizer, data=data, val=val,
         device=device, backend=backend, compute=compute, **settings,
