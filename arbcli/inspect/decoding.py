@@ -233,12 +233,12 @@ def _watched(model: LanguageModel) -> Iterator[list[BlockReading]]:
         branches.clear()
         ends[:] = [None, None]
 
-    with ExitStack() as stack, _AttentionLogits() as attention:
+    with ExitStack() as hooks, _AttentionLogits() as attention:
         for name, block in model.named_modules():
             if isinstance(block, Block):
-                stack.callback(block.register_forward_hook(partial(left_block, name)).remove)
+                hooks.enter_context(block.register_forward_hook(partial(left_block, name)))
                 for branch in block.branches:
-                    stack.callback(branch.part.register_forward_hook(left_part).remove)
+                    hooks.enter_context(branch.part.register_forward_hook(left_part))
         yield readings
 
 

@@ -6,9 +6,10 @@ the stacks of loops in C are not tensors.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,17 +56,14 @@ class FloatTensors(Storages):
     @contextmanager
     def watching(self) -> Iterator["FloatTensors"]:
         """Turn the mode on, and follow which module computes."""
-        handles = []
-        for name, module in self._model.named_modules():
-            if name:
-                handles.append(module.register_forward_pre_hook(self._entered(name)))
-                handles.append(module.register_forward_hook(self._left))
-        try:
+        with ExitStack() as hooks:
+            for name, module in self._model.named_modules():
+                if name:
+                    enter = partial(self._enter, name)
+                    hooks.enter_context(module.register_forward_pre_hook(enter))
+                    hooks.enter_context(module.register_forward_hook(self._leave))
             with self:
                 yield self
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def reached(self, stage: str) -> None:
         """Begin the stage after `stage`, which `Trainer.train_step` reports as reached."""
@@ -102,15 +100,12 @@ class FloatTensors(Storages):
         """Record the end of a storage."""
         self._kept.pop(key, None)
 
-    def _entered(self, name: str) -> Callable[[Module, Any], None]:
-        def enter(module: Module, inputs: Any) -> None:
-            if self.stage == "end":  # the next micro-batch
-                self.stage = "forward"
-            self._within.append(name)
+    def _enter(self, name: str, _module: Module, _inputs: Any) -> None:
+        if self.stage == "end":  # the next micro-batch
+            self.stage = "forward"
+        self._within.append(name)
 
-        return enter
-
-    def _left(self, module: Module, inputs: Any, outputs: Any) -> None:
+    def _leave(self, _module: Module, _inputs: Any, outputs: Any) -> None:
         name = self._within.pop()
 
         def came_back(gradient: Tensor) -> None:

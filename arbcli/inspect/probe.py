@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +43,7 @@ from arbcli.kernels.runtime.device import (
 )
 from arbcli.model.checkpoint import Checkpoint
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.packed import StreamedTensor, TernaryTensor
+from arbcli.model.packed import StreamedTensor, TernaryTensor, pass_gradients
 from arbcli.model.parts.base import BlockOutput, Part
 from arbcli.model.rules.base import STEP_OF_RADIX
 from arbcli.training.directory import open_run_texts, read_facts, run_config
@@ -222,23 +222,21 @@ class _Watch:
         self._seen: list[tuple[str, Tensor]] = []
 
     def __enter__(self) -> "_Watch":
-        self._handles = []
+        self._hooks = ExitStack()
+        add = self._hooks.enter_context
         for name, module in self.trainer.model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
-            self._handles.append(module.register_forward_hook(partial(self._leave, name)))
+            add(module.register_forward_pre_hook(partial(self._enter, name)))
+            add(module.register_forward_hook(partial(self._leave, name)))
             if isinstance(module, HyperConnection):
-                self._handles.append(module.register_forward_pre_hook(partial(self._range, name)))
+                add(module.register_forward_pre_hook(partial(self._range, name)))
         for name, weight in self.trainer.model.packed_tensors().items():
             if isinstance(weight, StreamedTensor):
                 weight.sink = partial(self._take, name)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for weight in self.trainer.model.packed_tensors().values():
-            if isinstance(weight, StreamedTensor):
-                weight.sink = self.trainer.updater
+        self._hooks.close()
+        pass_gradients(self.trainer.model.packed_tensors().values(), self.trainer.updater)
 
     def _enter(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
         # what a module is given was made by the one around it, between two of its parts
@@ -270,10 +268,10 @@ class _Watch:
         if self.trainer.updater is not None:
             self.trainer.updater(weight, grad, *where)
 
-    def _note(self, what: str, values: Any) -> None:
+    def _note(self, name: str, values: Any) -> None:
         for value in _floats(values):
             largest = torch.linalg.vector_norm(value.detach(), math.inf, dtype=torch.float32)
-            self._seen.append((what, largest))
+            self._seen.append((name, largest))
 
     def take_streams(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return and clear the measurements of the last forward without gradients.
@@ -520,12 +518,10 @@ def _projected(model: LanguageModel) -> Iterator[list[Tensor]]:
         along = along * 2.0**0.5 % 1 - 0.5  # uniform, of variance 1/12
         projections.append(x @ along[:, None] * (12 / x.shape[2]) ** 0.5)
 
-    handles = [layer.register_forward_hook(take) for layer in [model.embedding, *model.blocks]]
-    try:
+    with ExitStack() as hooks:
+        for layer in (model.embedding, *model.blocks):
+            hooks.enter_context(layer.register_forward_hook(take))
         yield projections
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:

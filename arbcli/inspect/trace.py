@@ -178,7 +178,7 @@ def no_memory(device: torch.device) -> Iterator[None]:
             setattr(owner, name, function)
         stack.enter_context(fresh_tables())
         stack.enter_context(replaced_launches(_launch_nothing))
-        stack.enter_context(_Elsewhere(device, META))
+        stack.enter_context(_OnMeta(device))
         stack.enter_context(default)
         yield
 
@@ -186,17 +186,17 @@ def no_memory(device: torch.device) -> Iterator[None]:
 def _launch_nothing(_kernel: Any, _grid: Any, *_: Any, **__: Any) -> None: ...
 
 
-class _Elsewhere(TorchFunctionMode):
-    """Redirects allocations from one device to another."""
+class _OnMeta(TorchFunctionMode):
+    """Creates tensors for a device as `meta` tensors."""
 
-    def __init__(self, device: torch.device, real_device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.device, self.real_device = device, real_device
+        self.device = device
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function with the other device."""
+        """Call a function with `meta` instead of the device."""
         kwargs = kwargs or {}
         if func is torch.device:
             return func(*args, **kwargs)
@@ -207,8 +207,8 @@ class _Elsewhere(TorchFunctionMode):
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, torch.device):
-            return self.real_device if value.type == self.device.type else value
-        return self.real_device if isinstance(value, str) and value == self.device.type else value
+            return META if value.type == self.device.type else value
+        return META if isinstance(value, str) and value == self.device.type else value
 
 
 def _answers(device: torch.device) -> Iterator[tuple[Any, str, Any]]:

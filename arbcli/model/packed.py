@@ -5,7 +5,7 @@ The gradient of a `StreamedTensor` is computed in the backward of its last use, 
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -510,3 +510,10 @@ class StreamedTensor(Findable, TernaryTensor):
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
         """Compute dL/dw, (N, K) float32 or bfloat16, from concatenated inputs and gradients."""
         raise NotImplementedError
+
+
+def pass_gradients(tensors: Iterable[TernaryTensor], sink: GradientSink | None) -> None:
+    """Set the consumer of the gradients of all tensors whose gradients are streamed."""
+    for tensor in tensors:
+        if isinstance(tensor, StreamedTensor):
+            tensor.sink = sink

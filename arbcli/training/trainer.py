@@ -39,7 +39,7 @@ from arbcli.model.checkpoint import (
     tensor_digest,
 )
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.packed import StreamedTensor
+from arbcli.model.packed import pass_gradients
 from arbcli.model.rules import stage_rule
 from arbcli.model.updater import HELD_BYTES, Updater
 from arbcli.training.parallel.group import Group
@@ -167,9 +167,7 @@ class Trainer:
                 self.model.declare_wire()
                 new_updater = imported("arbcli.training.parallel.shared_updater:SharedUpdater")
                 self.updater = self.shared = new_updater(tensors, config, dtype, self.group)
-            for tensor in tensors:
-                if isinstance(tensor, StreamedTensor):
-                    tensor.sink = self.updater
+            pass_gradients(tensors, self.updater)
             self._updates: Updater | FloatOptimizer = self.updater
         else:
             new_optimizer = imported("arbcli.training.float_optimizer:FloatOptimizer")

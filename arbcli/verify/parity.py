@@ -32,7 +32,7 @@ from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.dropout import Dropout
-from arbcli.model.packed import GradientSink, StreamedTensor, TernaryTensor
+from arbcli.model.packed import TernaryTensor, pass_gradients
 from arbcli.model.rules import find_rule
 from arbcli.model.updater import Updater
 from arbcli.verify.compare import poisoned
@@ -120,17 +120,10 @@ def compile_share(share: Compilation) -> None:
             model = build_model(subject.config, subject.dtype, seed=None)
         updater = Updater(model.packed_tensors().values(), 3, subject.dtype)
         # those that are compared make no step
-        _hand_gradients(updater.tensors, updater if "bits" in subject.checks else _ignore)
+        pass_gradients(updater.tensors, updater if "bits" in subject.checks else _ignore)
         updater.begin(0, LR)
         ids = torch.zeros((subject.batch, subject.config.ctx), dtype=torch.int64, device=device)
         _total(model.losses(ids, ids)).backward()
-
-
-def _hand_gradients(tensors: Iterable[TernaryTensor], sink: GradientSink) -> None:
-    """Pass the gradients of packed tensors to a sink."""
-    for tensor in tensors:
-        if isinstance(tensor, StreamedTensor):
-            tensor.sink = sink
 
 
 def _ignore(*_: object) -> None: ...
@@ -213,7 +206,7 @@ def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> T
         watched: whether to record inputs and outputs of blocks; a block whose output is recorded
             adds it to the stream itself, instead of the next block.
     """
-    traced, handles = Trace(), []
+    traced = Trace()
 
     def enter(name: str, _module: nn.Module, inputs: tuple) -> tuple:
         traced.inputs[name] = inputs[0].view_as(inputs[0])
@@ -221,32 +214,34 @@ def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> T
         return traced.inputs[name], *inputs[1:]
 
     def leave(
-        name: str, _module: nn.Module, _given: tuple, output: Tensor | tuple[Tensor, ...]
+        name: str, _module: nn.Module, _inputs: tuple, output: Tensor | tuple[Tensor, ...]
     ) -> None:
         traced.outputs[name] = output if isinstance(output, Tensor) else output[0]
         traced.outputs[name].retain_grad()
 
-    def add(tensor: TernaryTensor, *handed: Any) -> None:
-        name, dense = names[id(tensor)], dense_gradient(tensor, *handed)
+    def add(tensor: TernaryTensor, *gradient: Any) -> None:
+        name, dense = names[id(tensor)], dense_gradient(tensor, *gradient)
         traced.gradients[name] = traced.gradients.get(name, 0) + dense
 
     weights = model.packed_tensors()
     names = {id(tensor): name for name, tensor in weights.items()}
-    _hand_gradients(weights.values(), add)
+    pass_gradients(weights.values(), add)
     parts = dict(model.named_modules())
     blocks = [name for name, *_ in named_blocks(subject.config)] if watched else []
-    for name in blocks:
-        handles.append(parts[name].register_forward_pre_hook(partial(enter, name)))
-    for name in ("embedding", *blocks, "head"):
-        handles.append(parts[name].register_forward_hook(partial(leave, name)))
     masks = subject.masks
-    with use_backend(subject.backend), _noted(model, subject.batch) as traced.choices:
+    with (
+        use_backend(subject.backend),
+        _noted(model, subject.batch) as traced.choices,
+        ExitStack() as hooks,
+    ):
+        for name in blocks:
+            hooks.enter_context(parts[name].register_forward_pre_hook(partial(enter, name)))
+        for name in ("embedding", *blocks, "head"):
+            hooks.enter_context(parts[name].register_forward_hook(partial(leave, name)))
         keys = torch.tensor(masks.keys if masks else [], dtype=torch.int32, device=subject.device)
         dropout = Dropout(keys, masks.rate, keys, 0.0, None) if masks else None
         losses = model.losses(*subject.bytes(), dropout=dropout)
         _total(losses).backward()
-    for handle in handles:
-        handle.remove()
     traced.losses = {name: loss.detach() for name, loss in losses.items()}
     return traced
 
@@ -254,7 +249,7 @@ def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> T
 @contextmanager
 def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
     """Record the choices of a model's parts in a forward of a batch."""
-    choices, handles, indexers = Choices(), [], []
+    choices = Choices()
 
     def note(name: str, choose: Callable[..., Tensor], *arguments: Any) -> None:
         chosen = choose(*arguments)
@@ -273,29 +268,24 @@ def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
         return entries
 
     output_choices = {
-        experts.Gate: lambda _gate, _given, output: output[0],
-        quantiser.Quantiser: lambda _part, _given, output: output.codes.flatten(),
-        moe_graph.MoEGraph: lambda _part, _given, output: (output.shares > 0).sum(dim=0) - 1,
-        chunking.BoundaryRouter: lambda _router, _given, output: output.begins.flatten(),
+        experts.Gate: lambda _gate, _inputs, output: output[0],
+        quantiser.Quantiser: lambda _part, _inputs, output: output.codes.flatten(),
+        moe_graph.MoEGraph: lambda _part, _inputs, output: (output.shares > 0).sum(dim=0) - 1,
+        chunking.BoundaryRouter: lambda _router, _inputs, output: output.begins.flatten(),
     }
-    for name, part in model.named_modules():
-        if choose := output_choices.get(type(part)):
-            handles.append(part.register_forward_hook(partial(note, name, choose)))
-        elif type(part) is codebook.Codebook:
-            note_table = partial(note_rows, name, part.heads)
-            handles.append(part.table.register_forward_pre_hook(note_table))
-        elif type(part) is compressed_attention.Indexer:
-            part.choose = partial(  # type: ignore[method-assign]
-                note_entries, name, part.choose
-            )
-            indexers.append(part)
-    try:
+    with ExitStack() as hooks:
+        for name, part in model.named_modules():
+            if choose := output_choices.get(type(part)):
+                hooks.enter_context(part.register_forward_hook(partial(note, name, choose)))
+            elif type(part) is codebook.Codebook:
+                note_table = partial(note_rows, name, part.heads)
+                hooks.enter_context(part.table.register_forward_pre_hook(note_table))
+            elif type(part) is compressed_attention.Indexer:
+                part.choose = partial(  # type: ignore[method-assign]
+                    note_entries, name, part.choose
+                )
+                hooks.callback(delattr, part, "choose")
         yield choices
-    finally:
-        for handle in handles:
-            handle.remove()
-        for part in indexers:
-            del part.choose
 
 
 def _compare(subject: Subject) -> Iterator[ParityResult]:
@@ -457,7 +447,7 @@ def _determinism(subject: Subject) -> Iterator[ParityResult]:
     for _ in range(2):
         model = subject.build()
         updater = Updater(model.packed_tensors().values(), 3, subject.dtype)
-        _hand_gradients(updater.tensors, updater)
+        pass_gradients(updater.tensors, updater)
         updater.begin(0, LR)
         with use_backend(subject.backend):
             losses = model.losses(*subject.bytes())

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import REAL
 from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.operation import Operation
 
@@ -135,8 +134,6 @@ def _choose_entries_triton(
         )  # fmt: skip
     return chosen
 
-
-_KINDS = (*REAL, E4M3)
 
 choose_entries = Operation(
     "choose_entries", _choose_entries_triton, _choose_entries_torch,

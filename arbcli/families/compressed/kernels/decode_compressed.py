@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.families.compressed.kernels.compressed_attention import load_vectors
-from arbcli.kernels.attention.eight_bits import ROOM, decode_entries, numbers_of, scale_of_entry
+from arbcli.kernels.attention.eight_bits import decode_entries, numbers_of, scale_of_entry
 from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import REAL
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.texts import text_by_text
 
@@ -177,8 +176,6 @@ def _decode_compressed_triton(
     )  # fmt: skip
     return y
 
-
-_STORED = (*REAL, *ROOM)
 
 decode_compressed = Operation(
     "decode_compressed", _decode_compressed_triton, _decode_compressed_torch,

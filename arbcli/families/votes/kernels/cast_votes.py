@@ -16,8 +16,6 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
 
 SCALE_THRESHOLD = 4
-GRADIENTS = (torch.float32, torch.bfloat16, torch.int8)
-"""Dtypes of gradients whose signs are read."""
 
 
 def _cast_trit_votes_torch(
