@@ -100,8 +100,7 @@ class CompressedState(State):
         here = rows_at(self.table, slice(start, start + length))
         ring = len(self.recent)
         kept = min(start, ring, self.window - 1)
-        before = torch.arange(start - kept, start, device=device) % ring
-        before = self.recent.get(before)
+        before = self.recent.get(torch.arange(start - kept, start, device=device) % ring)
         new = layer.place_recent(recent, here)[0]
         last = min(length, ring)
         position_ids = torch.arange(start + length - last, start + length, device=device) % ring
@@ -129,9 +128,8 @@ class CompressedState(State):
         slots = len(self.entries)
         old = torch.arange(lowest, done, device=device) % slots
         entries = torch.cat((self.entries.get(old), self.entries.rounded(rotated)))[None]
-        self.entries.put(
-            firsts % slots, rotated
-        )  # a window has no more of them than there are slots
+        # a window has no more of them than there are slots
+        self.entries.put(firsts % slots, rotated)
         sight = Sight(self.window, m, self.max_entries, start - lowest * m)
         chosen = None
         if self.keys is not None:
@@ -139,8 +137,7 @@ class CompressedState(State):
             keys = self.keys.view(bits)[old].view(self.keys.dtype).to(q.dtype)
             if number:
                 angles = rows_at(self.index_table, firsts * m)
-                new_keys = layer.indexer.keys(still, angles)[0]
-                new_keys = new_keys.to(self.keys.dtype)
+                new_keys = layer.indexer.keys(still, angles)[0].to(self.keys.dtype)
                 # torch does not support index_copy_ for e4m3
                 self.keys.view(bits).index_copy_(0, firsts % slots, new_keys.view(bits))
                 keys = torch.cat((keys, new_keys.to(q.dtype)))

@@ -32,6 +32,11 @@ class Found(NamedTuple):
     """Commitment loss of a quantiser, a scalar: mean squared distance from the code; else None."""
 
 
+def alive_gauge(area: str, share: float) -> dict[str, float]:
+    """Return the metric of the share of a codebook's rows that are in use, by its name."""
+    return {"alive_codes" if area == "codebook" else f"alive_{area}": share}
+
+
 def best_pairs(left: Tensor, right: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Select the pairs with the largest sums of scores.
 
@@ -94,7 +99,4 @@ class Codebook(nn.Module):
         Empty for a float baseline, which does not count uses.
         """
         weight = self.table.weight
-        if not isinstance(weight, TableWeight):
-            return {}
-        name = {"codebook": "codes"}.get(self.area, self.area)
-        return {f"alive_{name}": weight.alive()}
+        return alive_gauge(self.area, weight.alive()) if isinstance(weight, TableWeight) else {}

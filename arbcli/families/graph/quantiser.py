@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.layer_spec import LayerSpec
-from arbcli.families.graph.codebook import Found
+from arbcli.families.graph.codebook import Found, alive_gauge
 from arbcli.families.graph.config import QuantiserConfig
 from arbcli.families.graph.kernels.nearest_codes import nearest_codes
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
@@ -164,8 +164,7 @@ class Quantiser(StepMemory):
 
     def gauges(self) -> dict[str, float]:
         """Return the share of codes with more than one use; synchronises with the device."""
-        name = {"codebook": "codes"}.get(self.area, self.area)
-        return {f"alive_{name}": float((self.uses > 1).float().mean())}
+        return alive_gauge(self.area, float((self.uses > 1).float().mean()))
 
 
 def _bits(rows: Tensor, width: int, step: Tensor) -> Tensor:

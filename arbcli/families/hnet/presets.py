@@ -64,32 +64,24 @@ def hnet(
     A single number in place of a tuple applies to all outer stages.
     """
     check_choice("outer_blocks", outer_blocks, OUTER_BLOCKS)
-    options = dict(
-        zip(
-            STAGE_SETTINGS,
-            (outer_dim, outer_layers, outer_heads, outer_ffn, chunk_length),
-            strict=True,
-        )
-    )
     number = len(outer_dim) if isinstance(outer_dim, tuple) else 1
-    sizes = {
-        name: value if isinstance(value, tuple) else (value,) * number
-        for name, value in options.items()
-    }
-    for name, values in sizes.items():
+    sizes = [
+        value if isinstance(value, tuple) else (value,) * number
+        for value in (outer_dim, outer_layers, outer_heads, outer_ffn, chunk_length)
+    ]
+    for name, values in zip(STAGE_SETTINGS, sizes, strict=True):
         if len(values) != number or not number:
             raise setting_error(
                 f"`{name}` has numbers for {len(values)} stages, and `outer_dim` for {number}",
                 f"give a number for each stage, of which there are 1 to {MOST_OUTER_STAGES}",
             )
     stages = []
-    for index in range(number):
-        width, depth, own_heads, own_ffn, length = (sizes[name][index] for name in STAGE_SETTINGS)
+    for width, depth, stage_heads, mlp_width, length in zip(*sizes, strict=True):
         if outer_blocks == "mamba":
-            block = BlockConfig(mixer=MambaConfig(heads=own_heads, states=states))
+            block = BlockConfig(mixer=MambaConfig(heads=stage_heads, states=states))
         else:
-            mixer = AttentionConfig(heads=own_heads, window=window, sub_norm=sub_norms)
-            block = BlockConfig(mixer=mixer, channel=MLPConfig(width=own_ffn, sub_norm=sub_norms))
+            mixer = AttentionConfig(heads=stage_heads, window=window, sub_norm=sub_norms)
+            block = BlockConfig(mixer=mixer, channel=MLPConfig(width=mlp_width, sub_norm=sub_norms))
         chunking = ChunkingConfig(boundaries=boundaries, length=length)
         blocks = (block,) * depth
         stages.append(StageConfig(dim=width, before=blocks, after=blocks, chunking=chunking))
@@ -101,6 +93,10 @@ def hnet(
     return ModelConfig(ctx=ctx, stages=tuple(stages), **storage)
 
 
+_BASE = dict(
+    dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(512,), outer_layers=(2,),
+    outer_heads=(8,), outer_ffn=(1408,), chunk_length=(4,), window=128
+)  # fmt: skip
 FORM = Form(hnet, {"layers": MOST_BLOCKS, "outer_layers": 256})
 PRESETS: dict[str, dict[str, Any]] = {
     "hnet-tiny": dict(
@@ -111,26 +107,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         dim=384, layers=5, heads=6, ffn=1024, ctx=1024, outer_dim=(256,), outer_layers=(1,),
         outer_heads=(4,), outer_ffn=(704,), chunk_length=(4,), window=128
     ),
-    "hnet-base": dict(
-        dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(512,), outer_layers=(2,),
-        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(4,), window=128
-    ),
-    "hnet-every": dict(
-        dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(512,), outer_layers=(2,),
-        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(32,), window=128, boundaries="every"
-    ),
-    "hnet-long": dict(
-        dim=768, layers=10, heads=12, ffn=2048, ctx=16384, outer_dim=(512,), outer_layers=(2,),
-        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(32,), window=128, boundaries="every"
-    ),
-    "hnet-code": dict(
-        dim=768, layers=10, heads=12, ffn=2048, ctx=16384, outer_dim=(512,), outer_layers=(2,),
-        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(128,), window=128, boundaries="every"
-    ),
-    "hnet-two-stage": dict(
-        dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(384, 512),
-        outer_layers=(2, 2), outer_heads=(6, 8), outer_ffn=(1024, 1408), chunk_length=(3, 3),
-        window=128
+    "hnet-base": _BASE,
+    "hnet-every": _BASE | dict(chunk_length=(32,), boundaries="every"),
+    "hnet-long": _BASE | dict(ctx=16384, chunk_length=(32,), boundaries="every"),
+    "hnet-code": _BASE | dict(ctx=16384, chunk_length=(128,), boundaries="every"),
+    "hnet-two-stage": _BASE | dict(
+        outer_dim=(384, 512), outer_layers=(2, 2), outer_heads=(6, 8), outer_ffn=(1024, 1408),
+        chunk_length=(3, 3)
     ),
 }  # fmt: skip
 """Arguments of the form, by preset."""

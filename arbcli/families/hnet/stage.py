@@ -228,9 +228,8 @@ class Stage(nn.Module, JoinedStatistics):
     def step_up(self, reading: BlockInputs, past: "StageState", *, fused: bool) -> Tensor:
         """Run the decoder for the position of the last `step_down`: (B, 1, D)."""
         x = pass_one(self.decoder, past.y, past.decoder, reading, fused=fused)
-        if (
-            past.encoder.text_views
-        ):  # a mark reads the count; for a single text the next step sets it
+        # a mark reads the count; for a single text the next step sets it
+        if past.encoder.text_views:
             past.decoder.clock.count()
         return x
 

@@ -158,7 +158,6 @@ def _is_ready(kind: Argument, known: set[str]) -> bool:
 
 def _lines_of(name: str, kind: Argument, known: set[str], space: dict[str, Any]) -> list[str]:
     """Generate the check of an argument, and add the sizes that it binds."""
-    refuse = f"_refuse(_operation, {name!r}, {name}, _arguments, locals())"
     if isinstance(kind, Number):
         if not kind.allowed:
             return []
@@ -167,17 +166,27 @@ def _lines_of(name: str, kind: Argument, known: set[str], space: dict[str, Any])
             f"if {name} not in _{name}: _refuse(_operation, {name!r}, {name}, _arguments, {{}})"
         ]
     refuse = f"_refuse(_operation, {name!r}, {name}, _arguments, locals())"
-    dims = kind.dims
     if isinstance(kind, Matrix):
-        lines, parts = [f"{name}.check()"], ("out_features", "in_features", "group_size")
-        wrong = []
-        for size, part in zip(dims, parts, strict=False):
-            if size.isidentifier() and size not in known:
-                lines.append(f"{size} = {name}.{part}")
-                known.add(size)
-            else:
-                wrong.append(f"{name}.{part} != ({size})")
-        return [*lines, f"if {' or '.join(wrong)}: {refuse}"] if wrong else lines
+        return _lines_of_matrix(name, kind, known, refuse)
+    return _lines_of_array(name, kind, known, space, refuse)
+
+
+def _lines_of_matrix(name: str, kind: Matrix, known: set[str], refuse: str) -> list[str]:
+    lines, wrong = [f"{name}.check()"], []
+    attributes = ("out_features", "in_features", "group_size")
+    for size, attribute in zip(kind.dims, attributes, strict=False):
+        if size.isidentifier() and size not in known:
+            lines.append(f"{size} = {name}.{attribute}")
+            known.add(size)
+        else:
+            wrong.append(f"{name}.{attribute} != ({size})")
+    return [*lines, f"if {' or '.join(wrong)}: {refuse}"] if wrong else lines
+
+
+def _lines_of_array(
+    name: str, kind: Array, known: set[str], space: dict[str, Any], refuse: str
+) -> list[str]:
+    dims = kind.dims
     lead = dims[0][1:] if dims and dims[0].startswith("*") else None
     new = {size.strip("*") for size in dims if size.strip("*").isidentifier()} - known
     wrong, after = [_wrong_dtype(name, kind, known, space)], list[str]()
@@ -301,11 +310,9 @@ def placed(x: Tensor, device: torch.device) -> Tensor:
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def normals(
-    generator: torch.Generator, device: torch.device | None = None
-) -> Callable[..., Tensor]:
-    """Return a function that draws normal numbers of a shape, on the host, for a device."""
-    return lambda *shape: torch.randn(shape, generator=generator).to(device)
+def normals(generator: torch.Generator) -> Callable[..., Tensor]:
+    """Return a function that draws normal numbers of a shape, on the host."""
+    return lambda *shape: torch.randn(shape, generator=generator)
 
 
 def real_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
