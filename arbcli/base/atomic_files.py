@@ -47,7 +47,16 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         ArbError: it cannot be written; an existing file is intact.
     """
-    write_file(path, lambda file: file.write(text.encode()))
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write bytes atomically.
+
+    Raises:
+        ArbError: it cannot be written; an existing file is intact.
+    """
+    write_file(path, lambda file: file.write(content))
 
 
 def write_file(

@@ -370,39 +370,36 @@ MOST_METAVAR = 32
 """Maximum length of a value's placeholder in a help page."""
 
 
-def one_of(field: str, known: Iterable[str]) -> Callable[[str | None], str | None]:
-    """Return a callback that refuses unknown names before torch is imported."""
+def _if_given(check: Callable[[str], None]) -> Callable[[str | None], str | None]:
+    """Return a callback that checks the value of an option, unless it was left out."""
 
-    def check(value: str | None) -> str | None:
+    def callback(value: str | None) -> str | None:
         if value is not None:
-            check_choice(field, value, known)
+            check(value)
         return value
 
-    return check
+    return callback
 
 
-def _check_preset(name: str | None) -> str | None:
-    if name is not None:
-        check_preset(name)
-    return name
+def one_of(field: str, known: Iterable[str]) -> Callable[[str | None], str | None]:
+    """Return a callback that refuses unknown names before torch is imported."""
+    return _if_given(lambda value: check_choice(field, value, known))
 
 
-def _check_device_name(name: str | None) -> str | None:
-    if name is not None and not re.fullmatch(r"cpu|mps|cuda(:[0-9]{1,3})?", name):
+def _check_device_name(name: str) -> None:
+    if not re.fullmatch(r"cpu|mps|cuda(:[0-9]{1,3})?", name):
         raise ArbError(f"no device is named `{name}`", "use `cpu`, `cuda`, or `mps` on a Mac")
-    return name
 
 
-def check_device(name: str | None) -> str | None:
+def check_device(name: str) -> None:
     """Check the name of a device, and that a GPU's driver is installed, without torch.
 
     Raises:
         ArbError: the name is unknown, or there is no GPU driver.
     """
     _check_device_name(name)
-    if name is not None and name.startswith("cuda") and not may_have_gpu():
+    if name.startswith("cuda") and not may_have_gpu():
         raise no_cuda_device(name)
-    return name
 
 
 def _checked(name: str, setting: Setting, *, splits: bool) -> Callable[[Any], Any]:
@@ -451,12 +448,8 @@ def option_for(*names: str, callback: Callable | None = None, **changes: Any) ->
     ]
 
 
-def _device(callback: Callable[[str | None], str | None]) -> Any:
-    return option_for("device", callback=callback)
-
-
-Device = _device(check_device)
-PredictedDevice = _device(_check_device_name)
+Device = option_for("device", callback=_if_given(check_device))
+PredictedDevice = option_for("device", callback=_if_given(_check_device_name))
 """A device that need not exist on this machine."""
 Backend = option_for("backend")
 Seed = option_for("seed")
@@ -524,7 +517,7 @@ MANUAL_OPTIONS = {
             " arb-deep. N-grams, codebooks, experts and a graph: arb-tiny or arb-3b. Dynamic"
             " chunks: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 32 bytes:"
             " hnet-every or hnet-long, of 128: hnet-code. [default: tiny]",
-            callback=_check_preset,
+            callback=_if_given(check_preset),
             rich_help_panel=MODEL,
         ),
     ],

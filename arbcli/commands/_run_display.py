@@ -64,10 +64,10 @@ class RunDisplay(Observer):
             self._estimate = None
         self.line.__exit__(*exception)
 
-    def wait(self, what: str) -> None:
+    def wait(self, text: str) -> None:
         """Show a temporary line until the next one."""
         if not self.quiet:
-            self.line.show_wait(what)
+            self.line.show_wait(text)
 
     def started(self, run: Path | None, trainer: "Trainer", facts: dict[str, Any]) -> None:
         if self.quiet:

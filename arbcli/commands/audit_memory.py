@@ -96,7 +96,7 @@ def audit_memory(
         _check_ranks(ranks, processes)
         if budget is None and processes == 1:
             start_processes(ranks)
-    if budget is None:
+    if budget is None and device is not None:
         opt.check_device(device)
     settings = opt.given_options(**settings, steps=steps)
     settings = opt.expand_model_file(settings)

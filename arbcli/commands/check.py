@@ -70,7 +70,7 @@ def _resume_plan(report: "CheckReport") -> list[str]:
         lines.append(f"           replaces {report.drops_records:,} records")
     first = "at its first save"
     aside = f"sets aside {first if report.steps_before is None else 'at once'}"
-    for what, names in ((aside, report.sets_aside), ("removes", report.removes)):
+    for action, names in ((aside, report.sets_aside), ("removes", report.removes)):
         if names:
-            lines.append(f"           {what}: {', '.join(names)}")
+            lines.append(f"           {action}: {', '.join(names)}")
     return lines

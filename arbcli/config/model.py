@@ -364,7 +364,8 @@ class ModelConfig:
         ):  # fmt: skip
             if present:
                 reasons[name] = "documents begin anywhere in what it reads"
-        for name, why in reasons.items():
+        if reasons:
+            name, why = next(iter(reasons.items()))
             raise ArbError(
                 f"the model cannot keep the documents of a window apart: {name}, {why}",
                 "train on plain text, or use blocks of `attention`",

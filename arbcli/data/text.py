@@ -106,11 +106,6 @@ class Text:
         return list(self._pieces)
 
     @property
-    def num_files(self) -> int:
-        """Number of `pieces`."""
-        return len(self.pieces)
-
-    @property
     def sizes(self) -> list[int]:
         """Sizes of `pieces` in bytes."""
         return [stop - start for _, start, stop in self.pieces]

@@ -475,10 +475,13 @@ def _new_cache(model: LanguageModel, positions: int, texts: int, prompt: int) ->
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        what, hint = "the cache of a text", "use a shorter prompt and a smaller `--length`"
         if texts > 1:
-            what, hint = f"the cache of {texts} texts", "use a smaller `--batch`, or shorter texts"
-        check_room(new(device=torch.device("meta")).nbytes, what, hint, free + held)
+            subject = f"the cache of {texts} texts"
+            hint = "use a smaller `--batch`, or shorter texts"
+        else:
+            subject = "the cache of a text"
+            hint = "use a shorter prompt and a smaller `--length`"
+        check_room(new(device=torch.device("meta")).nbytes, subject, hint, free + held)
     return new()
 
 

@@ -75,13 +75,13 @@ def _take_any_integers(model: LanguageModel, inputs: tuple) -> tuple:
 
 
 def load_named_model(
-    path: Path, place: torch.device, note: Callable[[str], None], compute: str | None = None
+    path: Path, device: torch.device, note: Callable[[str], None], compute: str | None = None
 ) -> tuple[LanguageModel, str]:
     """Load a trained model, and return it with the path of its checkpoint.
 
     Args:
         path: a checkpoint, or a run directory, whose newest intact checkpoint is loaded.
-        place: device of the model.
+        device: device of the model.
         note: called with a message for each checkpoint that is skipped.
         compute: dtype of activations; None is that of training.
 
@@ -91,8 +91,8 @@ def load_named_model(
     if compute is not None:
         check_choice("compute", compute, COMPUTE)
     name, checkpoint = _with_context(*read_saved(path, note))
-    dtype = COMPUTE[compute or _trained_in(name, checkpoint, place)]
-    model = empty_model(checkpoint, place, dtype)
+    dtype = COMPUTE[compute or _trained_in(name, checkpoint, device)]
+    model = empty_model(checkpoint, device, dtype)
     model.load_state_dict(checkpoint.tensors)
     model.tokenizer = saved_tokenizer(name, checkpoint, model.config)
     return model, str(name)
@@ -153,7 +153,7 @@ def _accept_state(checkpoint: Checkpoint) -> set[str]:
 
 def empty_model(
     checkpoint: Checkpoint,
-    place: torch.device | None = None,
+    device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     *,
     weights_only: bool = False,
@@ -162,14 +162,14 @@ def empty_model(
 
     Args:
         checkpoint: checkpoint with the configuration.
-        place: device of the model; None is torch's `meta` device.
+        device: device of the model; None is torch's `meta` device.
         dtype: dtype of activations.
         weights_only: whether to omit training state, as in an export.
 
     Raises:
         ArbError: this version does not support the configuration.
     """
-    with place or torch.device("meta"):
+    with device or torch.device("meta"):
         model = build_model(saved_config(checkpoint), dtype, seed=None)
         if "wire" in checkpoint.data:
             model.declare_wire()
@@ -295,14 +295,14 @@ def _check_size(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     check_room(2 * size, "to read it, and make its model,", "use a machine with more memory")
 
 
-def _trained_in(file: Path, checkpoint: Checkpoint, place: torch.device) -> str:
+def _trained_in(file: Path, checkpoint: Checkpoint, device: torch.device) -> str:
     """Return the dtype of activations in training, or the device's default without a run."""
     path, hint = file.parent / CONFIG, "give `--compute`"
     if is_export(checkpoint):  # exports have the dtype in their metadata
         data = checkpoint.data
         check_schema(data, {"compute": str}, f"`{file}`", hint)
     elif not path.exists():
-        return default_compute(place)
+        return default_compute(device)
     else:
         data = read_json(path, {"config": dict, "config.compute": str}, hint)["config"]
     check_choice("compute", data["compute"], COMPUTE)

@@ -244,10 +244,8 @@ class _Watch:
 
     def _leave(self, name: str, _module: nn.Module, _args: object, output: Any) -> None:
         self._note(f"output of `{name or 'model'}`", output)
-        if (
-            isinstance(output, BlockOutput) and output.added is not None
-        ):  # of a part, and not the stream
-            output = output.added
+        if isinstance(output, BlockOutput) and output.added is not None:
+            output = output.added  # of a part, and not the stream
         if (first := next(_floats(output), None)) is not None:
             norm = torch.linalg.vector_norm(first.detach(), dtype=torch.float32)
             self._rms[name] = norm / math.sqrt(first.numel())

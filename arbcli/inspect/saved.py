@@ -162,8 +162,7 @@ def _open_packed(path: Path, checkpoint: Checkpoint) -> Saved:
                 _count_signs(signs, tensor.area, trits)
             _count_values(octaves, tensor.area, tensor.exponent)
         for weight in model.parameters():  # of a float baseline
-            _count_signs(signs, FLOATS, weight.sign())
-            _count_values(octaves, FLOATS, torch.frexp(weight[weight != 0]).exponent - 1)
+            _count_numbers((signs, octaves), FLOATS, weight)
         return signs, octaves
 
     return Saved(
@@ -198,13 +197,10 @@ def _open_plain(path: Path, kind: str, file: GGUFFile | ModelFolder) -> Saved:
         return sizes
 
     def histograms() -> Histograms:
-        signs: dict[str, list[int]] = {}
-        octaves: dict[str, Counter] = {}
+        counts: Histograms = {}, {}
         for name in matrices:
-            weight = read(name)
-            _count_signs(signs, _area(name), weight.sign())
-            _count_values(octaves, _area(name), torch.frexp(weight[weight != 0]).exponent - 1)
-        return signs, octaves
+            _count_numbers(counts, _area(name), read(name))
+        return counts
 
     return Saved(
         path=path,
@@ -265,6 +261,12 @@ def _decoder(weight: Weight, rows: slice = slice(None)) -> Callable[[], Tensor]:
 def _area(name: str) -> str:
     rest = re.sub(r"^blk\.[0-9]+\.", "", name)
     return _AREAS.get(re.split("[_.]", rest)[0], _OTHER)
+
+
+def _count_numbers(counts: Histograms, area: str, weight: Tensor) -> None:
+    signs, octaves = counts
+    _count_signs(signs, area, weight.sign())
+    _count_values(octaves, area, torch.frexp(weight[weight != 0]).exponent - 1)
 
 
 def _count_signs(counts: dict[str, list[int]], area: str, signs: Tensor) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from arbcli.base.atomic_files import write_json
+from arbcli.base.atomic_files import write_bytes, write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.lazy import imported
 from arbcli.base.reading import ALTERED, parse_json, read_json
 from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER, checkpoints
 from arbcli.config.layer_spec import SCALE_TYPES, VOCABULARY
 from arbcli.config.model import ModelConfig
-from arbcli.interop.huggingface.companions import copy_companions, read_companion, write_companion
+from arbcli.interop.huggingface.companions import copy_companions, read_companion
 from arbcli.interop.huggingface.config_json import NAME, OF_TRITS, model_name, read_folder_config
 from arbcli.interop.huggingface.dense import Part, known_shape, sources
 from arbcli.interop.huggingface.folder import WeightFolder, check_tensors
@@ -147,7 +147,7 @@ def import_folder(
     reads_bytes = own_grid and config.vocabulary == VOCABULARY
     if not reads_bytes and (source / TOKENIZER).exists():
         content = read_companion(source / TOKENIZER)
-        write_companion(run / TOKENIZER, content)
+        write_bytes(run / TOKENIZER, content)
         data[TOKENIZER_DIGEST] = sha256(content).hexdigest()
     tensors = model.state_dict()
     saved = Checkpoint(0, dataclasses.asdict(config), {}, data, tensors)

@@ -253,10 +253,10 @@ def latest_checkpoint(
         except DamagedError as error:
             refusals.append(str(error))
         else:
-            own = path_of(checkpoint, directory)
-            if path == own:
+            written_as = path_of(checkpoint, directory)
+            if path == written_as:
                 return checkpoint
-            refusals.append(f"checkpoint `{path}`: refused: it was written as `{own.name}`")
+            refusals.append(f"checkpoint `{path}`: refused: it was written as `{written_as.name}`")
     if not refusals:
         raise run_files.missing_checkpoint(directory)
     raise ArbError(
@@ -585,12 +585,12 @@ def _read_shape(name: str, entry: Any) -> list[int]:
     return shape
 
 
-def _parse_object(text: bytes, what: str) -> dict[str, Any]:
+def _parse_object(text: bytes, part: str) -> dict[str, Any]:
     """Parse a canonical JSON object: no NaN, no duplicate keys, no spaces except for padding."""
     try:
         value = json.loads(text.decode("ascii"))
         canonical = _canonical(value).encode() == text.rstrip(b" ")
     except ValueError:
         canonical = False
-    _require(canonical and isinstance(value, dict), f"its {what} is not canonical JSON")
+    _require(canonical and isinstance(value, dict), f"its {part} is not canonical JSON")
     return value

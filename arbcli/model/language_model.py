@@ -103,9 +103,8 @@ class LanguageModel(PackedModel):
             follows = decodes_whole and not self.ahead and not config.outer
             head = self.head.weight if follows else None
             decode_in_groups(self.blocks.weights_of_blocks(), head, across=not recompute)
-            for stack in (
-                stack for stage in self.stages for stack in (stage.encoder, stage.decoder)
-            ):
+            *stacks_of_stages, _ = self.stacks()
+            for stack in stacks_of_stages:
                 decode_in_groups(stack.weights_of_blocks(), None, across=not recompute)
         self._gauged_parts: list[Any] | None = None
         """Parts with `gauges`; None before they are first read."""
@@ -336,7 +335,7 @@ class LanguageModel(PackedModel):
         return [*before, self.blocks, *[stage.decoder for stage in reversed(self.stages)]]
 
     def stacks(self) -> list[Stack]:
-        """Return the stacks of blocks, outermost first."""
+        """Return the stacks of blocks: those of the stages, outermost first, and the innermost."""
         outer = [stack for stage in self.stages for stack in (stage.encoder, stage.decoder)]
         return [*outer, self.blocks]
 

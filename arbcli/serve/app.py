@@ -173,8 +173,9 @@ class _Service:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if not collecting.done():
                     raise ClientDisconnect
+                collected = collecting.result()
                 # in a thread, as log probabilities of many symbols take seconds to format
-                return await asyncio.to_thread(_whole, answer, collecting.result())
+                return await asyncio.to_thread(lambda: JSONResponse(answer.whole(collected)))
             finally:
                 for task in tasks:
                     task.cancel()
@@ -284,10 +285,6 @@ async def _collected(pieces: _Pieces, count: int) -> list[list[Piece]]:
     async for index, new in pieces:
         collected[index] += new
     return collected
-
-
-def _whole(answer: Answer, pieces: list[list[Piece]]) -> Response:
-    return JSONResponse(answer.whole(pieces))
 
 
 async def _left(request: Request) -> None:

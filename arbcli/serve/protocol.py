@@ -58,11 +58,9 @@ class Field(NamedTuple):
     """Checks a value of this type."""
 
 
-def _bounded(minimum: float, maximum: float, kind: Any = int) -> Field:
-    word = "an integer" if kind is int else "a number"
-    return Field(
-        kind, f"{word} from {minimum:,} to {maximum:,}", lambda value: minimum <= value <= maximum
-    )
+def _bounded(minimum: int, maximum: int) -> Field:
+    allowed = f"an integer from {minimum:,} to {maximum:,}"
+    return Field(int, allowed, lambda value: minimum <= value <= maximum)
 
 
 def _fits_stop(stop: str | list[str]) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arbcli.base.atomic_files import sweep, write_file, write_json
+from arbcli.base.atomic_files import sweep, write_bytes, write_json
 from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER, check_free
 from arbcli.config.training import FADE_LEARNT_TO, TrainConfig
 from arbcli.data.files import has_documents
@@ -144,7 +144,7 @@ def start_run(
                 del initial  # it may be large
             if group.first and save:
                 if texts.tokenizer:
-                    write_file(run / TOKENIZER, lambda file: file.write(texts.tokenizer.content))
+                    write_bytes(run / TOKENIZER, texts.tokenizer.content)
                 if has_documents(config.field):
                     from arbcli.data.chat_template import keep_template
 

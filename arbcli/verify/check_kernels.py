@@ -306,7 +306,8 @@ class _Check:
         if self.compiled and self.kind == "cases":
             with use_backend("triton"):
                 compiles = self.compiled.wants(lambda: self.spec.triton(*copies(case.inputs)))
-            return [*backends] if compiles else []
+            if not compiles:
+                return []
         return [*backends]
 
     def _expected(self, case: Case) -> tuple[Tensor, ...]:

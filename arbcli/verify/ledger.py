@@ -199,7 +199,6 @@ def sections(ledger: Ledger) -> list[Section]:
         [check, backend, str(len(group)), *_worst_figures(group), verdict(group)]
         for (check, backend), group in grouped(ledger.parity, "check", "backend")
     ]
-    title = ledger.device
     types = dict.fromkeys((ledger.scale_types[0], ledger.scale_types[-1]))
     title = f"{ledger.device}, {' to '.join(types)}"
     errors = ("largest error", "relative")

@@ -130,7 +130,7 @@ def test_open_texts_splits_files_into_disjoint_parts_whatever_their_place(
         entry = str(tmp_path / place.partition("/")[0])
         texts = open_texts([entry], None, seed=3, context=1, split="files")
         assert sorted(lines_of(texts.train) + lines_of(texts.val)) == sorted(lines)
-        assert texts.val.num_files == num_val
+        assert len(texts.val.files) == num_val
         digests.add((digest(texts.train), digest(texts.val)))
     assert len(digests) == 1
 
@@ -150,7 +150,7 @@ def test_few_files_are_split_within_if_the_held_out_file_is_of_another_kind(tmp_
     assert splits == {"files", "within"}
     for seed in range(40):
         texts = open_texts(paths, None, seed=seed, context=8)
-        assert (texts.val.num_files == 16) == (texts.split == "within")
+        assert (len(texts.val.files) == 16) == (texts.split == "within")
 
 
 def test_open_texts_reads_folders_sorted_and_without_hidden_files(tmp_path):
@@ -175,7 +175,7 @@ def test_open_texts_leaves_packages_and_tests_out_of_the_standard_library(tmp_pa
     texts = open_texts(None, None, seed=0, context=1)
     assert texts.description.startswith("standard library source of Python 3.")
     assert sorted(lines_of(texts.train) + lines_of(texts.val)) == lines
-    assert (texts.train.num_files, texts.val.num_files) == (2, 1)
+    assert (len(texts.train.files), len(texts.val.files)) == (2, 1)
 
 
 def test_text_names_missing_and_irregular_files(tmp_path):

@@ -128,10 +128,10 @@ def check_architecture(config: ModelConfig, architecture: dense.Architecture) ->
         f"heads of {shape.head_width} numbers": architecture.gguf == "qwen2"
         and shape.heads * shape.head_width != shape.dim,
     }
-    for what, there in refused.items():
-        if there:
+    for part, present in refused.items():
+        if present:
             raise ArbError(
-                f"arb writes no {what} for llama.cpp's {architecture.gguf}",
+                f"arb writes no {part} for llama.cpp's {architecture.gguf}",
                 "use `--to hf` or `--to safetensors`",
             )
 

@@ -174,8 +174,8 @@ def _check_options(tokenizer: dict[str, Any], path: Path) -> None:
                 raise _refused(path, f"`{name}` of a token, as `{added.get('content')!r:.40}` has")
 
 
-def _refused(path: Path, what: str) -> ArbError:
-    return ArbError(f"`{path}`: GGUF has no place for {what}", HINT)
+def _refused(path: Path, part: str) -> ArbError:
+    return ArbError(f"`{path}`: GGUF has no place for {part}", HINT)
 
 
 def _only_beginning(reader: Tokenizer, path: Path) -> int:

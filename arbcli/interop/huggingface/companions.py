@@ -8,7 +8,7 @@ the run itself, as in every run.
 from hashlib import sha256
 from pathlib import Path
 
-from arbcli.base.atomic_files import make_folder, write_file
+from arbcli.base.atomic_files import make_folder, write_bytes
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_small
 from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER
@@ -40,7 +40,7 @@ def copy_companions(source: Path, target: Path) -> None:
         return
     make_folder(target)
     for name in names:
-        write_companion(target / name, read_companion(source / name))
+        write_bytes(target / name, read_companion(source / name))
 
 
 def read_companion(path: Path) -> bytes:
@@ -50,15 +50,6 @@ def read_companion(path: Path) -> bytes:
         ArbError: the file cannot be read, or is larger than `LARGEST`.
     """
     return read_small(path, LARGEST, "remove it, if it is not needed")
-
-
-def write_companion(path: Path, content: bytes) -> None:
-    """Write a file that comes with a model.
-
-    Raises:
-        ArbError: it cannot be written.
-    """
-    write_file(path, lambda file: file.write(content))
 
 
 def companions_of(run: Path, config: ModelConfig) -> Path | None:

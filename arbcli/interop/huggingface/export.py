@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from arbcli.base.atomic_files import new_folder, write_file, write_json, write_text
+from arbcli.base.atomic_files import new_folder, write_bytes, write_file, write_json, write_text
 from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER
@@ -105,7 +105,7 @@ def _write_files(
     config = weights.model.config
     if kind is None:
         content = save(remote_tensors(weights.model), {"format": "pt"})
-        write_file(folder / WEIGHTS, lambda file: file.write(content))
+        write_bytes(folder / WEIGHTS, content)
         for file_name, text in remote_code(config).items():
             write_text(folder / file_name, text)
         _write_companions(folder, weights, remote_config(config))
@@ -116,9 +116,7 @@ def _write_files(
     else:
         companion_files.copy_companions(companions, folder)
     if tokenizer := companion_files.tokenizer_of(weights):
-        companion_files.write_companion(
-            folder / TOKENIZER, companion_files.read_companion(tokenizer)
-        )
+        write_bytes(folder / TOKENIZER, companion_files.read_companion(tokenizer))
     elif config.vocabulary == VOCABULARY:
         write_json(folder / TOKENIZER, _tokenizer())
     about: dict[str, Any] = {"arb.step": weights.checkpoint.step, "arb.origin": weights.origin}

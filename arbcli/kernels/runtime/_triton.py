@@ -20,12 +20,12 @@ class TritonMissing(ArbError):
     """Triton is required but not installed.
 
     Args:
-        what: the feature that requires it.
+        feature: the feature that requires it.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, feature: str) -> None:
         super().__init__(
-            f"{what} needs Triton, which is not installed",
+            f"{feature} needs Triton, which is not installed",
             hint="install it (Linux only): `pip install triton`; or use `--backend torch`",
         )
 

@@ -240,12 +240,12 @@ def free_bytes(device: torch.device) -> int | None:
     return available_bytes()
 
 
-def check_room(needed_bytes: int, what: str, hint: str, available: int | None = None) -> None:
+def check_room(needed_bytes: int, subject: str, hint: str, available: int | None = None) -> None:
     """Check that the available memory suffices, before any of it is allocated.
 
     Args:
         needed_bytes: lower bound of the memory needed.
-        what: subject of the error message, such as `a training step`.
+        subject: subject of the error message, such as `a training step`.
         hint: hint of the error.
         available: available bytes; None is `available_bytes()`.
 
@@ -255,7 +255,7 @@ def check_room(needed_bytes: int, what: str, hint: str, available: int | None = 
     available = available_bytes() if available is None else available
     if available is not None and needed_bytes > available:
         need, have = (f"{size / 2**30:,.2f} GiB" for size in (needed_bytes, available))
-        raise ArbError(f"{what} needs at least {need} of memory, and {have} are free", hint)
+        raise ArbError(f"{subject} needs at least {need} of memory, and {have} are free", hint)
 
 
 def peak_operations(device: torch.device) -> float | None:

@@ -172,12 +172,12 @@ class Group:
             dist.all_gather_object(gathered, value)
         return gathered
 
-    def compare(self, values: dict[str, Any], what: str, hint: str = SAME_PROGRAM) -> None:
+    def compare(self, values: dict[str, Any], kind: str, hint: str = SAME_PROGRAM) -> None:
         """Check that values are equal in all processes.
 
         Args:
             values: values by name.
-            what: kind of the values, for the error.
+            kind: kind of the values, for the error.
             hint: hint of the error.
 
         Raises:
@@ -189,7 +189,7 @@ class Group:
             if names:
                 listed = quoted(sorted(names)[:5])
                 raise ArbError(
-                    f"{called(rank, self._hosts)} has another {what} than process 0: {listed}", hint
+                    f"{called(rank, self._hosts)} has another {kind} than process 0: {listed}", hint
                 )
 
     def fetch(self, tensor: Tensor | None, like: Tensor, owner: int) -> Tensor | None:

@@ -232,9 +232,9 @@ def test_folder_has_its_sounds_and_pictures_only_on_request(tmp_path):
     expected = {(None, None): 1, ("mulaw", None): 2, (None, "rgb"): 2, ("mulaw", "grey:2x2"): 3}
     for (samples, pixels), files in expected.items():
         text, _ = open_text([str(tmp_path)], Conversion(None, samples, pixels))
-        assert text.num_files == files
+        assert len(text.files) == files
     text, _ = open_text([str(tmp_path / "*.*")])  # as they were named
-    assert text.num_files == 3
+    assert len(text.files) == 3
     # each form has a file of its own
     both = {plain_file(tmp_path / "a.wav", Conversion(sound=form)) for form in sound.FORMS}
     assert len(both) == 2
