@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _TO = typer.Option(
     metavar="|".join(FORMATS),
-    help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()) + ".",
+    help="; ".join(f"{name}: {text}" for name, text in FORMATS.items()) + ".",
     callback=one_of("to", FORMATS),
 )
 _TYPE = typer.Option(

@@ -101,7 +101,7 @@ def _octaves(counts: dict[int, int]) -> str:
 def _differences(report: "DifferenceReport") -> RenderableType:
     rows = [[f"model.{name}", f"{a} and {b}", "", ""] for name, (a, b) in report.config.items()]
     rows += [[f"run.{name}", f"{a} and {b}", "", ""] for name, (a, b) in report.settings.items()]
-    rows += [[name, what, "", ""] for name, what in report.missing.items()]
+    rows += [[name, where, "", ""] for name, where in report.missing.items()]
     for tensor in report.tensors[:SHOWN]:
         share = f"{tensor.different:,} of {tensor.elements:,}"
         relative = "" if tensor.relative is None else f"{tensor.relative:.2%}"

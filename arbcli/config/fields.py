@@ -77,17 +77,17 @@ def _value(kind: Any, value: Any, union: Kinds | None, where: str) -> Any:
             )
         return build_dataclass(union[name], value, where)
     kinds = get_args(kind) if get_origin(kind) is UnionType else (kind,)
-    for one in kinds:
-        if get_origin(one) is tuple and isinstance(value, list | tuple):
+    for option in kinds:
+        if get_origin(option) is tuple and isinstance(value, list | tuple):
             if len(value) > MOST_BLOCKS:
                 raise TypeError(f"`{where}` has {len(value):,} entries, more than {MOST_BLOCKS:,}")
-            element = get_args(one)[0]
+            element = get_args(option)[0]
             return tuple(
                 _value(element, part, union, f"{where}[{index}]")
                 for index, part in enumerate(value)
             )
-        if isinstance(one, type) and is_dataclass(one) and not isinstance(value, one):
-            return build_dataclass(one, value, where)
+        if isinstance(option, type) and is_dataclass(option) and not isinstance(value, option):
+            return build_dataclass(option, value, where)
     return value
 
 

@@ -57,7 +57,7 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
     if model.digits not in able:
         raise setting_error(
             f"`digits={model.digits}` does not match the saved weights",
-            f"use {' or '.join(f'`digits={one}`' for one in able)}, which match them",
+            f"use {' or '.join(f'`digits={digits}`' for digits in able)}, which match them",
         )
 
 

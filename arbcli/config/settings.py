@@ -114,7 +114,7 @@ def parted(annotation: Any) -> tuple[Any, Setting | None]:
     if get_origin(annotation) is not Annotated:
         return annotation, None
     kind, *others = get_args(annotation)
-    return kind, next((one for one in others if isinstance(one, Setting)), None)
+    return kind, next((part for part in others if isinstance(part, Setting)), None)
 
 
 def plain_type(annotation: Any) -> Any:
@@ -125,23 +125,23 @@ def plain_type(annotation: Any) -> Any:
 def settings_of(source: type | Callable) -> dict[str, Declared]:
     """Return the settings of a dataclass's fields or a function's arguments, by name."""
     settings = {}
-    metadata = {name: one.metadata for name, one in getattr(source, _FIELDS, {}).items()}
-    for name, one in inspect.signature(source).parameters.items():
-        kind, setting = parted(one.annotation)
+    metadata = {name: field.metadata for name, field in getattr(source, _FIELDS, {}).items()}
+    for name, parameter in inspect.signature(source).parameters.items():
+        kind, setting = parted(parameter.annotation)
         setting = metadata.get(name, {}).get(_KEY, setting)
         if setting is not None:
-            settings[name] = Declared(name, setting, kind, one.default)
+            settings[name] = Declared(name, setting, kind, parameter.default)
     return settings
 
 
 def decisive(config: Any) -> dict[str, Any]:
     """Return the values of a configuration's decisive fields, by name."""
-    settings = {name: one.setting for name, one in settings_of(type(config)).items()}
-    return {
-        name: getattr(config, name)
-        for name, one in settings.items()
-        if (one.group == OPTIMISATION if one.decisive is None else one.decisive)
-    }
+    values = {}
+    for name, declared in settings_of(type(config)).items():
+        setting = declared.setting
+        if setting.group == OPTIMISATION if setting.decisive is None else setting.decisive:
+            values[name] = getattr(config, name)
+    return values
 
 
 def replaced(declared: Declared, **changes: Any) -> Declared:

@@ -223,7 +223,7 @@ def _modifiers() -> tuple[Callable[..., ModelConfig], ...]:
 def _arguments_of(function: Callable) -> dict[str, inspect.Parameter]:
     """Return the named arguments of a form or a modifier."""
     parameters = inspect.signature(function).parameters
-    return {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
+    return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
 @cache
@@ -231,7 +231,9 @@ def _modifiers_of(form: str) -> tuple[Callable[..., ModelConfig], ...]:
     """Return the modifiers for models of a form: those that share none of its arguments."""
     form_arguments = _arguments_of(FORMS[form].build)
     return tuple(
-        one for one in _modifiers() if form_arguments.keys().isdisjoint(_arguments_of(one))
+        modifier
+        for modifier in _modifiers()
+        if form_arguments.keys().isdisjoint(_arguments_of(modifier))
     )
 
 
@@ -266,7 +268,9 @@ def _functions_of_families() -> Iterator[Callable[..., ModelConfig]]:
 def _merge_families(read: Callable[[Callable], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
     """Return a function that merges the results of `read` for each function of the families."""
     return lambda: {
-        name: one for function in _functions_of_families() for name, one in read(function).items()
+        name: value
+        for function in _functions_of_families()
+        for name, value in read(function).items()
     }
 
 
@@ -290,9 +294,8 @@ def assemble(form: str, values: dict[str, Any]) -> ModelConfig:
     """
     build, largest, _ = FORMS[form]
     form_arguments, known = _arguments_of(build), arguments(form)
-    if missing := [
-        n for n, one in form_arguments.items() if one.default is one.empty and n not in values
-    ]:
+    required = [name for name, p in form_arguments.items() if p.default is p.empty]
+    if missing := [name for name in required if name not in values]:
         raise TypeError(f"a model of the family `{form}` has no {', '.join(missing)}")
     checked = {}
     for name, value in values.items():

@@ -532,9 +532,10 @@ FIELDS = tuple(field.name for field in dataclasses.fields(TrainConfig))
 
 def _names(settings: Mapping[str, Declared], arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of fields and arguments by themselves, and by their options in words."""
-    options = {
-        one.option.partition("/")[0][2:].replace("-", "_"): name for name, one in settings.items()
-    }
+    options = {}
+    for name, declared in settings.items():
+        option = declared.option.partition("/")[0].removeprefix("--")
+        options[option.replace("-", "_")] = name
     return options | {name: name for name in arguments}
 
 
@@ -554,8 +555,11 @@ def field_of(name: str) -> str:
 
 def words_of(option: str) -> dict[str, Mapping[str, str]]:
     """Return the words of an option, with the fields that each sets."""
-    shared = (one.setting.words for one in CORE_SETTINGS.values() if one.option == option)
-    return {word: fields for words in shared for word, fields in words.items()}
+    words: dict[str, Mapping[str, str]] = {}
+    for declared in CORE_SETTINGS.values():
+        if declared.option == option:
+            words |= declared.setting.words
+    return words
 
 
 def word_of(option: str, config: TrainConfig) -> str | None:

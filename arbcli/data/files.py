@@ -340,7 +340,7 @@ def is_of_run(path: str) -> bool:
     """Return whether a path is a run, or a run has written it or the folder that it is in."""
     parent, name = os.path.split(path)
     written = (name, parent), (os.path.basename(parent), os.path.dirname(parent))
-    return _is_run(path) or any(OF_RUN.fullmatch(one) and _is_run(run) for one, run in written)
+    return _is_run(path) or any(OF_RUN.fullmatch(file) and _is_run(run) for file, run in written)
 
 
 def _has_dataset(folder: str) -> bool:

@@ -33,13 +33,13 @@ def members(plain: Path, path: Path, suffix: str) -> Iterator[tuple[str, bytes]]
         plain.open("rb") as file,
         tarfile.open(fileobj=file, mode="r:") as archive,
     ):
-        found = sorted(_members(archive, path, suffix))
-        if not found:
+        members = sorted(_members(archive, path, suffix))
+        if not members:
             raise ArbError(
                 f"`{path}` has no members that end in {suffix}",
                 "without `--field` the .txt members are read, with it a field of the .json members",
             )
-        for _, name, start, size in found:
+        for _, name, start, size in members:
             file.seek(start)
             content = file.read(size)
             if len(content) < size:

@@ -141,12 +141,12 @@ def _part(
     """Add up equal parts, each a module or several of them."""
     modules = list(modules)
     tensors = [tensor for module in modules for tensor in _state_of(module)]
-    trained = [one for one in tensors if not getattr(one, "frozen", True)]
+    trained = [tensor for tensor in tensors if not getattr(tensor, "frozen", True)]
     if shape is None and config is not None:
         shape = _words(given_fields(config))
     if shape is None:
-        one = [tensor for tensor in _state_of(modules[0]) if not getattr(tensor, "frozen", True)]
-        shape = ", ".join(f"{weight.out_features:,} x {weight.in_features:,}" for weight in one)
+        first = [tensor for tensor in _state_of(modules[0]) if not getattr(tensor, "frozen", True)]
+        shape = ", ".join(f"{weight.out_features:,} x {weight.in_features:,}" for weight in first)
     if kind is None:
         kind = config.kind if config else path.rpartition(".")[2] if trained else "norm"
     return PartReport(
@@ -166,8 +166,8 @@ def _state_of(part: "Module | tuple[Module | None, ...]") -> list[Any]:
     from arbcli.model.packed import StateModule, Weight  # torch takes seconds to import
 
     modules = filter(None, part) if isinstance(part, tuple) else (part,)
-    inside = (one for module in modules for one in module.modules())
-    return [one for one in inside if isinstance(one, StateModule | Weight)]
+    inside = (child for module in modules for child in module.modules())
+    return [child for child in inside if isinstance(child, StateModule | Weight)]
 
 
 def _words(fields: dict[str, Any]) -> str:

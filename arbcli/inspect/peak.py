@@ -178,12 +178,12 @@ class _Trace(Storages):
     def live(self) -> tuple[AtPeak, ...]:
         """List the tensors alive at the peak, besides the state."""
         sizes: dict[tuple[str, str, str], list[int]] = {}
-        for one in self._allocations_at_peak.values():
-            if one.part != "state":
-                sizes.setdefault((one.part, one.made_in, one.tensor), []).append(one.size)
+        for made in self._allocations_at_peak.values():
+            if made.part != "state":
+                sizes.setdefault((made.part, made.made_in, made.tensor), []).append(made.size)
         rows = [
-            AtPeak(part=part, made_in=made_in, tensor=tensor, number=len(of), bytes=sum(of))
-            for (part, made_in, tensor), of in sizes.items()
+            AtPeak(part=part, made_in=function, tensor=tensor, number=len(alike), bytes=sum(alike))
+            for (part, function, tensor), alike in sizes.items()
         ]
         return tuple(sorted(rows, key=lambda row: -row.bytes))
 

@@ -190,8 +190,8 @@ def _round_numbers(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     chosen, so that a second rounding of decoded numbers changes nothing.
     """
     parts = []
-    for some in weight.split(NUMBERS_AT_ONCE):
-        decoded = _closest_numbers(some, grid)[0]
+    for numbers in weight.split(NUMBERS_AT_ONCE):
+        decoded = _closest_numbers(numbers, grid)[0]
         parts.append(_closest_numbers(decoded, grid)[1:])
     z, places = zip(*parts, strict=True)
     return torch.cat(z), torch.cat(places)
@@ -239,16 +239,17 @@ def _round_chunks(
     groups = num_groups(columns, group_size)
     z = torch.empty(rows, columns, dtype=torch.int8)
     v = torch.empty(rows, groups, dtype=torch.int32)
-    for some in torch.arange(rows).split(max(1, ROUNDED_AT_ONCE // (groups * group_size))):
-        here = slice(int(some[0]), int(some[-1]) + 1)
-        flat = functional.pad(weight[here], (0, groups * group_size - columns)).view(-1, group_size)
+    step = max(1, ROUNDED_AT_ONCE // (groups * group_size))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        flat = functional.pad(weight[part], (0, groups * group_size - columns)).view(-1, group_size)
         used = flat.any(dim=1)
         levels, places = torch.zeros_like(flat), torch.full((len(flat),), zero, dtype=torch.int32)
         if used.any():
             levels[used], chosen = run(flat[used])
             places[used] = _v(chosen)
-        z[here] = levels.view(len(some), -1)[:, :columns].to(torch.int8)
-        v[here] = places.view(len(some), groups)
+        z[part] = levels.view(-1, groups * group_size)[:, :columns].to(torch.int8)
+        v[part] = places.view(-1, groups)
     return Rounded(z, v)
 
 

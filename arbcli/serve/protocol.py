@@ -197,15 +197,15 @@ def _prompts(fields: dict[str, Any], engine: Engine) -> list[tuple[Sequence[int]
     prompt = fields.get("prompt")
     if not prompt and prompt != "":
         raise RequestError("there is no `prompt`", param="prompt")
-    several = [prompt] if isinstance(prompt, str) or is_of(prompt, list[int]) else prompt
-    if len(several) > MOST_TEXTS:
+    prompts = [prompt] if isinstance(prompt, str) or is_of(prompt, list[int]) else prompt
+    if len(prompts) > MOST_TEXTS:
         raise RequestError(f"there are more than {MOST_TEXTS} prompts", param="prompt")
-    for one in several:
-        if isinstance(one, str):
-            _check_size(one, engine, "prompt")
+    for text in prompts:
+        if isinstance(text, str):
+            _check_size(text, engine, "prompt")
     return [
-        engine.symbols_of(one) if isinstance(one, str) else (_checked_ids(one, engine), 0)
-        for one in several
+        engine.symbols_of(text) if isinstance(text, str) else (_checked_ids(text, engine), 0)
+        for text in prompts
     ]
 
 

@@ -93,17 +93,17 @@ class Output:
 
     def _certain(self) -> list[Symbol]:
         held, stops = b"".join(symbol.content for symbol in self._held), self.text.stops
-        found = [index for stop in stops if (index := held.find(stop)) >= 0]
-        if found:
+        stops_at = [index for stop in stops if (index := held.find(stop)) >= 0]
+        if stops_at:
             self.finish = "stop"
-        end = min(found, default=len(held))
+        end = min(stops_at, default=len(held))
         if self.finish is None:
             end -= max((_overlap(held, stop) for stop in stops), default=0)
         begin, certain = 0, []
         while self._held and begin + len(self._held[0].content) <= end:
             certain.append(self._held.pop(0))
             begin += len(certain[-1].content)
-        if found and begin < end:
+        if stops_at and begin < end:
             certain.append(self._held[0]._replace(content=self._held[0].content[: end - begin]))
         return certain
 

@@ -601,8 +601,8 @@ class Trainer:
         if self.optimizer:
             layout = self.optimizer.state_dict()
         tensors, expected = (
-            {name: part for name, part in some.items() if not name.endswith(started)}
-            for some in (checkpoint.tensors, state | layout)
+            {name: tensor for name, tensor in tensors.items() if not name.endswith(started)}
+            for tensors in (checkpoint.tensors, state | layout)
         )
         check_layout(tensors, expected)
         if self.optimizer and not started:

@@ -41,13 +41,13 @@ def _rotary_heads_torch(
 ) -> Tensor:
     batch, length, heads, width = qkv.shape
     y = qkv.new_empty(batch, length, heads - kv, width)
-    for some in row_chunks(qkv.flatten(1)):
+    for rows in row_chunks(qkv.flatten(1)):
         place = 0
-        for part, x in enumerate(_parts(qkv[some], kv)):
+        for part, x in enumerate(_parts(qkv[rows], kv)):
             z = x.float()
             if eps is not None:
                 z = rms_norm(z, (width,), None if gains is None else gains[part], eps)
-            y[some, :, place : place + x.shape[2]] = rotate(z, cos[:, None], sin[:, None])
+            y[rows, :, place : place + x.shape[2]] = rotate(z, cos[:, None], sin[:, None])
             place += x.shape[2]
     return y
 
@@ -58,10 +58,10 @@ def _rotary_heads_backward_torch(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     grad_qkv, kv = torch.empty_like(qkv), grad_k.shape[1]
     grad_gains = no_gains(qkv) if gains is None else torch.zeros_like(gains)
-    for some in row_chunks(qkv.flatten(1)):
-        xs, results = _parts(qkv[some], kv), _parts(grad_qkv[some], kv)
+    for rows in row_chunks(qkv.flatten(1)):
+        xs, results = _parts(qkv[rows], kv), _parts(grad_qkv[rows], kv)
         for part, grad in enumerate((grad_q, grad_k)):
-            grad_z = rotate(grad[some].transpose(1, 2), cos[:, None], -sin[:, None])
+            grad_z = rotate(grad[rows].transpose(1, 2), cos[:, None], -sin[:, None])
             if eps is not None:
                 x = xs[part].float()
                 r = x.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()

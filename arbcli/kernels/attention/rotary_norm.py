@@ -41,11 +41,11 @@ def _rotate_float32(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _rotary_norm_torch(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     r = torch.empty(*qkv.shape[:2], 2, qkv.shape[3], dtype=torch.float32, device=qkv.device)
-    for some in row_chunks(qkv.flatten(1)):
-        x = qkv[some, :, :2].float()
-        norm = torch.linalg.vector_norm(x, dim=-1, out=r[some])
+    for rows in row_chunks(qkv.flatten(1)):
+        x = qkv[rows, :, :2].float()
+        norm = torch.linalg.vector_norm(x, dim=-1, out=r[rows])
         norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        qkv[some, :, :2] = _rotate_float32(x, cos, sin).mul_(norm[..., None])
+        qkv[rows, :, :2] = _rotate_float32(x, cos, sin).mul_(norm[..., None])
     return r
 
 
@@ -53,12 +53,12 @@ def _rotary_norm_backward_torch(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     grad_qkv = torch.empty_like(qkv)
-    for some in row_chunks(qkv.flatten(1)):
+    for rows in row_chunks(qkv.flatten(1)):
         for part, grad in enumerate((grad_q, grad_k)):
-            y, grad_y = qkv[some, :, part].float(), grad[some].transpose(1, 2).float()
+            y, grad_y = qkv[rows, :, part].float(), grad[rows].transpose(1, 2).float()
             mean = torch.linalg.vecdot(y, grad_y)[..., None] / y.shape[-1]
-            grad_y = torch.addcmul(grad_y, y, mean, value=-1).mul_(r[some, :, part, :, None])
-            grad_qkv[some, :, part] = _rotate_float32(grad_y, cos, -sin)
+            grad_y = torch.addcmul(grad_y, y, mean, value=-1).mul_(r[rows, :, part, :, None])
+            grad_qkv[rows, :, part] = _rotate_float32(grad_y, cos, -sin)
     grad_qkv[:, :, 2] = grad_v.transpose(1, 2)
     return grad_qkv
 
