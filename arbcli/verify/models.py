@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
+from arbcli.config.model import LISTS, BlockConfig, Blocks, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
@@ -25,6 +25,7 @@ from arbcli.model.build import build_model
 
 RAGGED = dense(dim=36, layers=2, heads=2, ffn=50, ctx=6)
 """A model whose sizes 5, 32 and 160 do not divide, small enough for the interpreter."""
+ONE_BLOCK = dense(dim=36, layers=1, heads=2, ffn=50, ctx=11)
 GRAPH: dict[str, Any] = {
     "dim": 24, "layers": 2, "heads": 2, "ffn": 13, "ctx": 6, "latent": 10, "rotary": 4,
     "ngram_rows": 61, "ngram_dim": 11, "key_dim": 4, "codes": (5, 7), "code_dim": 17,
@@ -142,13 +143,9 @@ MODELS = {
     "bounded": bounded(),
     "grouped": grouped(),
     "masked": masked(),
-    "fill": replace(dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), objective="fill"),
-    "composite": replace(
-        dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), composite=CompositeConfig()
-    ),
-    "ahead": replace(
-        dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), ahead=AheadConfig(positions=4, width=13)
-    ),
+    "fill": replace(ONE_BLOCK, objective="fill"),
+    "composite": replace(ONE_BLOCK, composite=CompositeConfig()),
+    "ahead": replace(ONE_BLOCK, ahead=AheadConfig(positions=4, width=13)),
 }
 """Small models, which together have all parts, compared from the bytes on."""
 FULL_SIZE = {name: preset(name) for name in PRESETS} | {
@@ -178,25 +175,25 @@ def shortened(config: ModelConfig) -> ModelConfig:
     """Shorten a model, whose reference is slow, to a few blocks of each kind."""
     stages = []
     for stage in config.stages:
-        indices = {
-            name: [
-                index
-                for index, block in enumerate(blocks)
-                if index < LAYERS or block not in blocks[:index]
-            ]
-            for name in ("blocks", "before", "after")
-            for blocks in (getattr(stage, name),)
-        }
         memories = stage.memories
         if memories:
-            place = sum(index < memories.place for index in indices["blocks"])
+            place = sum(index < memories.place for index, _ in _kept(stage.blocks))
             memories = replace(memories, place=place)
         lists: dict[str, Any] = {
-            name: tuple(getattr(stage, name)[i] for i in indices[name]) for name in indices
+            name: tuple(block for _, block in _kept(getattr(stage, name))) for name in LISTS
         }
         stages.append(replace(stage, memories=memories, **lists))
     longest = SHORTEST if config.main.memories else LONGEST
     return replace(config, ctx=min(config.ctx, longest), stages=tuple(stages))
+
+
+def _kept(blocks: Blocks) -> list[tuple[int, BlockConfig]]:
+    """Select the first blocks of a list, and later ones of other kinds, with their indices."""
+    return [
+        (index, block)
+        for index, block in enumerate(blocks)
+        if index < LAYERS or block not in blocks[:index]
+    ]
 
 
 def fits(config: ModelConfig, device: torch.device) -> bool:
