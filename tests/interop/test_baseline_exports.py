@@ -56,7 +56,9 @@ def test_report_of_a_baseline_counts_its_weights_and_a_probe_is_refused(run, mon
         open_to_probe(run, steps=1, note=pytest.fail)
 
 
-def test_baseline_that_no_architecture_holds_is_refused_as_a_folder(tmp_path):
+@pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_baseline_that_no_architecture_holds_is_only_written_as_safetensors(to, tmp_path):
     run = train(tmp_path, TEXT, weights="float", steps=2, experts=2)
-    with pytest.raises(ArbError, match="a baseline has no packed weights"):
-        export(run, "hf", out=tmp_path / "hf")
+    with pytest.raises(ArbError, match="no architecture") as caught:
+        export(run, to, out=tmp_path / "out")
+    assert caught.value.hint.partition(";")[0] == "use `--to safetensors`"

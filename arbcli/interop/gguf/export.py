@@ -132,7 +132,7 @@ def check_architecture(config: ModelConfig, architecture: dense.Architecture) ->
         if present:
             raise ArbError(
                 f"arb writes no {part} for llama.cpp's {architecture.gguf}",
-                "use `--to hf` or `--to safetensors`",
+                dense.other_formats(config),
             )
 
 
@@ -201,7 +201,7 @@ def check_model(model: LanguageModel) -> None:
     if shape is None:
         raise ArbError(
             "GGUF has no architecture with more than dense blocks of attention",
-            "use `--to hf` or `--to safetensors`; or train one of tiny, small, base and 1b,"
+            f"{dense.other_formats(model.config)}; or train one of tiny, small, base and 1b,"
             " with `--no-sub-norms`",
         )
     if shape.bitnet:
@@ -212,7 +212,7 @@ def check_model(model: LanguageModel) -> None:
     if shape.sub_norms:
         raise ArbError(
             "GGUF has no architecture with norms before the output projections",
-            "train with `--no-sub-norms`; or use `--to hf` or `--to safetensors`",
+            f"train with `--no-sub-norms`; or {dense.other_formats(model.config)}",
         )
 
 

@@ -189,9 +189,27 @@ def check_attention(config: ModelConfig) -> None:
     """
     for _, part in config.specs_and_parts():
         if isinstance(part, AttentionConfig) and (unsaid := _unsaid(part)):
-            raise ArbError(
-                f"GGUF has no architecture with {unsaid}", "use `--to hf` or `--to safetensors`"
-            )
+            raise ArbError(f"GGUF has no architecture with {unsaid}", other_formats(config))
+
+
+def other_formats(config: ModelConfig) -> str:
+    """Return a hint that names the formats of a model that GGUF cannot hold."""
+    if config.weights == "ternary" or fits_folder(shape_of(config)):
+        return "use `--to hf` or `--to safetensors`"
+    return "use `--to safetensors`"
+
+
+def fits_folder(shape: Shape | None) -> bool:
+    """Return whether Transformers has an architecture with a shape.
+
+    It needs windows that are all alike, and for Llama none.
+    """
+    if shape is None:
+        return False
+    windows = {min(window or shape.ctx, shape.ctx) for window in shape.windows}
+    return windows == {shape.ctx} or (
+        len(windows) == 1 and shape.architecture.model_type not in ("llama", "bitnet")
+    )
 
 
 def _unsaid(mixer: AttentionConfig) -> str | None:

@@ -71,7 +71,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> s
     config = weights.model.config
     companions = companion_files.companions_of(weights.path.parent, config)
     shape = dense.shape_of(config)
-    packed = shape is None or (companions is None and not _fits_windows(shape))
+    packed = shape is None or (companions is None and not dense.fits_folder(shape))
     if packed and config.weights != "ternary":
         raise ArbError(
             "Transformers has no architecture for this model, and a baseline has no packed weights",
@@ -88,14 +88,6 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> s
     with os_errors("write", path, "check permissions and free space"), new_folder(path) as part:
         _write_files(part, weights, name, chosen, companions)
     return chosen.name if chosen else None
-
-
-def _fits_windows(shape: dense.Shape) -> bool:
-    """Return whether an architecture has the windows of a model: all alike, and for Llama none."""
-    windows = {min(window or shape.ctx, shape.ctx) for window in shape.windows}
-    return windows == {shape.ctx} or (
-        len(windows) == 1 and shape.architecture.model_type not in ("llama", config_json.BITNET)
-    )
 
 
 def _write_files(
