@@ -62,12 +62,21 @@ class _Listener:
 
 
 class RememberedSignal(_Listener):
-    """Records the signal in `received`, for a loop that checks it between steps."""
+    """Records the signal in `received`, for a loop that checks it between steps.
+
+    Args:
+        confirm: called with the signal at once, in the main thread between any two operations.
+    """
 
     received: signal.Signals | None = None
 
+    def __init__(self, confirm: Callable[[signal.Signals], None] = lambda _: None) -> None:
+        super().__init__()
+        self._confirm = confirm
+
     def _act(self, received: signal.Signals) -> None:
         self.received = received
+        self._confirm(received)
 
 
 class RaisedSignal(_Listener):

@@ -80,7 +80,7 @@ class Loop:
         trainer, config = self.trainer, self.config
         self.observer.started(self.run_path, trainer, self.facts)
         val_loss, sample = None, ""
-        with RememberedSignal() as signal, self._saved_after_an_error():
+        with RememberedSignal(self._confirm_stop) as signal, self._saved_after_an_error():
             if self.saver.saved_step is None:
                 self._save()
             elif self.recorder.recorded_step < trainer.step < config.steps:
@@ -152,6 +152,14 @@ class Loop:
         if received:
             self.stopped_by = signals.Signals(received)
         return bool(received)
+
+    def _confirm_stop(self, received: signals.Signals) -> None:
+        """Confirm a signal during a step, unless the launcher of several processes does."""
+        if self.group.size == 1:
+            with suppress(RuntimeError):  # it came during a write to the same stream
+                self.observer.noted(
+                    f"stopping by {received.name} after this step; a second signal stops at once"
+                )
 
     @contextmanager
     def _saved_after_an_error(self) -> Iterator[None]:

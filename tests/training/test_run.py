@@ -101,11 +101,14 @@ def test_no_step_is_left_out_when_records_become_more_frequent(text, tmp_path, d
     run = tmp_path / "run"
     options = {"batch": 1, "eval_every": 0, "steps": 20}
     start_run(config(text, device, **options, log_every=15, save_every=12), run, Observer())
-    losses = []
+    losses, notes = [], []
     each = observer_with(recorded=lambda record: losses.append(record.loss))
     start_run(config(text, device, **options, log_every=1), None, each, save=False)
-    stop = observer_with(stepped=lambda _: signal.raise_signal(signal.SIGTERM))
-    assert resume_run(run / "step-000012.safetensors", stop, log_every=7).steps == 13
+    signalled = observer_with(
+        stepped=lambda _: notes.append(signal.raise_signal(signal.SIGTERM)), noted=notes.append
+    )
+    assert resume_run(run / "step-000012.safetensors", signalled, log_every=7).steps == 13
+    assert notes[:2] == ["stopping by SIGTERM after this step; a second signal stops at once", None]
     resume_run(run, Observer())
     first, *_ = read_records(run)
     assert (first["step"], first["loss"]) == (14, pytest.approx(sum(losses[:14]) / 14, rel=1e-12))
