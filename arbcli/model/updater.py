@@ -235,9 +235,7 @@ class Updater:
         )
         matrices = [Matrix(one, one.matrix(0), self._index[id(one)]) for one, _ in held]
         grads = (grad for _, grad in held)
-        unstepped = self._update(zip(matrices, grads, values, strict=True), merge=True)
-        held.clear()
-        self._step_along(unstepped)
+        self._step_along(self._update(zip(matrices, grads, values, strict=True), merge=True))
 
     def _update_stack(self, tensor: TernaryTensor, grad: Tensor, where: range) -> None:
         """Update a range of the matrices of a stack."""
