@@ -38,10 +38,6 @@ class Collected:
         self.grads[tensor.known_as] = grad if where is None else grad.flatten(0, 1)
 
 
-def is_baseline(layer: nn.Module) -> nn.Module:
-    return layer.to_float().requires_grad_()
-
-
 def assert_close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -52,7 +48,7 @@ def test_layer_equals_a_float_layer_of_the_decoded_weights(name):
     build, draw = LAYERS[name]
     plain, x = build(), draw()
     layer = getattr(integers, type(plain).__name__).from_float(plain)
-    twin, seen = is_baseline(layer), Collected(layer)
+    twin, seen = layer.to_float().requires_grad_(), Collected(layer)
     floats = x.is_floating_point()
     ours, theirs = (x.clone().requires_grad_(floats) for _ in range(2))
     y, expected = layer(ours), twin(theirs)
@@ -94,7 +90,7 @@ def test_experts_equal_a_loop_over_experts(rows):
 def test_weights_that_are_read_have_gradients_too():
     torch.manual_seed(0)
     layer = integers.Linear(16, 4)
-    twin, seen = is_baseline(layer), Collected(layer)
+    twin, seen = layer.to_float().requires_grad_(), Collected(layer)
     x = torch.randn(5, 16)
     for module in (layer, twin):
         product = module(x) + nn.functional.linear(x, module.weight)  # both uses in one graph

@@ -10,14 +10,9 @@ from arbcli.families.masked.filling import EXTRA, LEAD, cut, lay_out, led_in
 from arbcli.families.masked.holes import fill_in_order
 from arbcli.generation.sampling import Sampling
 from arbcli.model.build import build_model
-from arbcli.model.language_model import LanguageModel
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48}
 SUFFIX, PREFIX, MIDDLE = 256, 257, 258
-
-
-def fill_model(ctx: int = 16, **given) -> LanguageModel:
-    return build_model(preset("tiny", **SIZES, ctx=ctx, objective="fill", **given), torch.float32)
 
 
 def apart(row: list[int]) -> tuple[list[int], list[int], list[int]]:
@@ -86,7 +81,8 @@ def test_a_window_is_cut_alike_by_every_process():
 
 
 def test_holes_are_filled_one_after_another():
-    lm, parts = fill_model(ctx=24), [[1, 2, 3], [4, 5, 7, 8], [6]]
+    lm = build_model(preset("tiny", **SIZES, ctx=24, objective="fill"), torch.float32)
+    parts = [[1, 2, 3], [4, 5, 7, 8], [6]]
     text, length = list(parts[0]), 2
     for part, lead in zip(parts[1:], (3, LEAD), strict=True):  # of texts of 3 and 9 symbols
         begin, end = text[: len(text) - lead], text[len(text) - lead :]

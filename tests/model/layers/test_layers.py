@@ -192,12 +192,8 @@ def test_angles_are_those_of_float64(length):
     assert (table - torch.cat((angles.cos(), angles.sin()), dim=1)).abs().max() < 1e-7
 
 
-def float_weight(weights: str, rows: int, columns: int) -> FloatWeight:
-    return FloatWeight(rows, columns, preset("tiny", weights=weights).layer_spec(), std=0.1)
-
-
 def test_straight_through_weights_are_rounded_in_units_of_their_mean():
-    part = float_weight("ste", 1, 4)
+    part = FloatWeight(1, 4, preset("tiny", weights="ste").layer_spec(), std=0.1)
     with torch.no_grad():
         part.latent.copy_(torch.tensor([[0.1, 0.35, -1.25, 0.3]]))  # 0.5 in the mean
     weight = part.weight(torch.float32)

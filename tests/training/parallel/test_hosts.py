@@ -63,11 +63,6 @@ def expected(tmp_path_factory):
     return digest(run.parent / LAST)
 
 
-def wait_for_a_record(pair: Machines) -> None:
-    path = pair.home("a") / "run" / "metrics.jsonl"
-    wait_until(lambda: path.exists() and b"\n" in path.read_bytes(), LONGEST)
-
-
 def finish_alone(pair: Machines) -> str:
     """Resume on machine `a` in one process; return the SHA-256 of the last checkpoint."""
     last = json.loads((pair.home("a") / "run/metrics.jsonl").read_text().splitlines()[-1])
@@ -102,7 +97,8 @@ SILENT = (
 def test_machines_that_remain_name_the_lost_one_and_the_run_resumes(fault, pair, expected):
     for name in pair.spaces:
         pair.start(name, *NEW, **QUICK)
-    wait_for_a_record(pair)
+    path = pair.home("a") / "run" / "metrics.jsonl"
+    wait_until(lambda: path.exists() and b"\n" in path.read_bytes(), LONGEST)
     if fault == "cut":
         pair.cut()
     else:

@@ -22,15 +22,11 @@ from arbcli.training.parallel.process import STORE, ProcessRank
 from arbcli.training.parallel.rendezvous import WAIT, meet, program, source_digest
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @pytest.fixture(params=["file", "address"])
 def place(request, tmp_path):
     """Say in the environment where processes meet: threads of this one."""
-    where = environment(0, 1, free_port())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = environment(0, 1, server.getsockname()[1])
     if request.param == "file":
         where = {STORE: str(tmp_path / "store")}
     with mock.patch.dict(os.environ, where | {WAIT: "20"}):
