@@ -20,7 +20,7 @@ def average_weights_reference(
     if nibble:
         low = (low % 16 + 8) % 16 - 8
     z = unpack_trits_reference(packed, remainder.shape[1]).to(torch.int64) * radix + low
-    random = random_halves_reference(int(key), *remainder.shape, turn).to(packed.device)
+    random = random_halves_reference(int(key), *remainder.shape, turn=turn).to(packed.device)
     step = torch.div((z - a * 2**shift) * int(rate), 2**shift, rounding_mode="floor")
     step = torch.div(step + random, 2**16, rounding_mode="floor")
     return (a + step).to(torch.int8)

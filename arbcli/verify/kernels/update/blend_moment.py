@@ -23,7 +23,7 @@ def blend_moment_reference(
     u = fixed_point_reference(values, row_gain, column_gain, 2**21)
     added = torch.div(u * gain.to(torch.int64), 2 ** int(shift), rounding_mode="floor")
     blended = old * decay + added
-    random = random_halves_reference(int(key), *moment.shape, turn).to(moment.device)
+    random = random_halves_reference(int(key), *moment.shape, turn=turn).to(moment.device)
     new = torch.div(blended + random, 2**16, rounding_mode="floor")
     largest = 7 if nibble else 127
     new = new.clamp(-largest, largest)

@@ -30,7 +30,7 @@ def random_bits_reference(key: int, rows: int, columns: int) -> Tensor:
 
 
 def random_halves_reference(
-    key: int, rows: int, columns: int, turn: Tensor | None = None
+    key: int, rows: int, columns: int, *, turn: Tensor | None = None
 ) -> Tensor:
     """Compute (rows, columns) int64 in 0..65535: half a word each, the high one in odd rows."""
     words = random_bits_reference(key, -(-rows // 2), columns)

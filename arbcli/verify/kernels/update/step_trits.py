@@ -64,7 +64,7 @@ def _step_reference(
     state = remainder.to(torch.int64)
     low = (state % 16 + 8) % 16 - 8 if nibble else state
     step = step.clamp(-int(limit), int(limit))
-    random = random_halves_reference(int(key), *remainder.shape, turn).to(packed.device)
+    random = random_halves_reference(int(key), *remainder.shape, turn=turn).to(packed.device)
     z = trits * radix + low
     if decay is not None:
         step += torch.div(z * int(decay), 2**8, rounding_mode="floor")
