@@ -101,6 +101,8 @@ def export(
             tensors=weights.model.state_dict(),
         )
         write_checkpoint(path, checkpoint)
+    if kind is None and weights.model.config.symbol_digits:
+        type_name += ", all digits in embedding and head"
     files = path.iterdir() if path.is_dir() else [path]
     return ExportReport(
         checkpoint=str(weights.path),

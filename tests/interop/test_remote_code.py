@@ -119,7 +119,8 @@ def exported(tmp_path_factory, transformers) -> SimpleNamespace:
     folder, expected = tmp_path_factory.mktemp("remote"), {}
     for name, number in NUMBERS.items():
         model, checkpoint = saved_model(folder / f"run{number}", CONFIGS[name])
-        export(checkpoint, "hf", out=folder / number)
+        report = export(checkpoint, "hf", out=folder / number)
+        assert ("embedding" in report.type) == (CONFIGS[name].symbol_digits == "all")
         cache = model.new_cache(len(TEXT))
         with torch.no_grad():
             parts = torch.tensor([list(TEXT)]).split(cache.window, dim=1)

@@ -406,7 +406,7 @@ class SharedUpdater(Updater):
     # tables
 
     def _is_table(self, bucket: Bucket) -> bool:
-        return not hasattr(bucket.members[0].tensor, "wire_exponent")
+        return isinstance(bucket.members[0].tensor, TableWeight)
 
     def _take_rows(self, tensor: TernaryTensor, grad: Tensor, touched: TouchedRows) -> None:
         """Quantise the touched rows of a table, each with its own exponent."""
