@@ -42,24 +42,32 @@ _OTHER = "other"
 """Area of a matrix that arb does not name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedReport:
-    """Description of a saved model."""
+@dataclass(frozen=True, kw_only=True)
+class SavedFacts:
+    """Metadata of a saved model."""
 
-    path: str
     kind: str
     """`run`, `checkpoint`, `weights` (of `arb export --to safetensors`), `gguf` or `hf`."""
     step: int | None
     digests: str
     """Digests of the tensors: `checked`, or `none` if the file has none."""
-    digest: str | None
+    digest: str | None = None
     """Digest of a complete checkpoint."""
     origin: str | None
     """Digest of the exported checkpoint."""
     config: dict[str, Any]
     """Configuration of the model."""
-    settings: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
     """Facts of the run that wrote the checkpoint; empty for one of an earlier version."""
+    run: dict[str, Any] = field(default_factory=dict)
+    """Facts about a run: its text, versions, checkpoints and last record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedReport(SavedFacts):
+    """Description of a saved model."""
+
+    path: str
     num_weights: int
     """Logical weights; of an export with numbers those of the matrices."""
     bytes: int
@@ -72,8 +80,6 @@ class SavedReport:
     """How many scales are in [2**E, 2**(E + 1)), by area and E; of an export, how many weights."""
     parts: tuple[PartReport, ...] = ()
     """Parts of the model, for a checkpoint or its weights."""
-    run: dict[str, Any] = field(default_factory=dict)
-    """Facts about a run: its text, versions, checkpoints and last record."""
 
 
 Histograms = tuple[dict[str, list[int]], dict[str, Counter]]
@@ -81,18 +87,10 @@ Histograms = tuple[dict[str, list[int]], dict[str, Counter]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Saved:
-    """A saved model that was opened; see `SavedReport` for fields of the same names."""
+class Saved(SavedFacts):
+    """A saved model that was opened."""
 
     path: Path
-    kind: str
-    step: int | None
-    digests: str
-    digest: str | None = None
-    origin: str | None
-    config: dict[str, Any]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    run: Mapping[str, Any] = field(default_factory=dict)
     weights: Callable[[], Decoders]
     """Lists the matrices; those of dense blocks have the names of GGUF."""
     state: Callable[[], Decoders] | None = None
@@ -106,18 +104,15 @@ class Saved:
         """Return the complete report."""
         signs, octaves = self.histograms()
         files = [path for path in self.path.rglob("*") if path.is_file()]
-        same = ("kind", "step", "digests", "digest", "origin", "config")
         return SavedReport(
+            **{fact.name: getattr(self, fact.name) for fact in dataclasses.fields(SavedFacts)},
             path=str(self.path),
-            **{name: getattr(self, name) for name in same},
-            settings=dict(self.settings),
             num_weights=sum(map(sum, signs.values())),
             bytes=sum(file.stat().st_size for file in files or [self.path]),
             bytes_by_area={area: dict(kinds) for area, kinds in self.bytes_by_area().items()},
             trits={area: [n / sum(counts) for n in counts] for area, counts in signs.items()},
             octaves={area: dict(sorted(counts.items())) for area, counts in octaves.items()},
             parts=self.parts(),
-            run=dict(self.run),
         )
 
 
