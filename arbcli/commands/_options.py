@@ -425,16 +425,16 @@ def option_for(*names: str, callback: Callable | None = None, **changes: Any) ->
     first, *others = (replaced(SETTINGS[name], **changes) for name in names)
     setting = first.setting
     kinds = get_args(first.kind) if isinstance(first.kind, UnionType) else (first.kind,)
-    kind: Any = next((one for one in (bool, int, float, str) if one in kinds), list[str])
+    kind: Any = next((type_ for type_ in (bool, int, float, str) if type_ in kinds), list[str])
     splits = kind == list[str] and bool(setting.choices)
-    words = [word for one in (first, *others) for word in one.setting.words]
+    words = [word for setting_field in (first, *others) for word in setting_field.setting.words]
     if words:
         setting = dataclasses.replace(setting, choices=tuple(words), also=())
     metavar = setting.metavar
     if setting.choices and metavar is None:
         metavar = "|".join(setting.choices)
         metavar = metavar if len(metavar) <= MOST_METAVAR else first.option[2:].upper()
-    text = " ".join(one.setting.help for one in (first, *others))
+    text = " ".join(setting_field.setting.help for setting_field in (first, *others))
     text = replace_fields(text, SETTINGS).replace("`", "")
     return Annotated[
         (str if splits else kind) | None,

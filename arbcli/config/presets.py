@@ -43,7 +43,7 @@ def _short_form(name: str) -> ShortForm:
     """Return the short form of a preset, and import its family if it has one."""
     if name in DENSE:
         return ShortForm("dense", DENSE[name])
-    form = next(one.form for one in FAMILIES.values() if name in one.presets)
+    form = next(family.form for family in FAMILIES.values() if name in family.presets)
     assert form is not None, "a family with presets has a form"
     return ShortForm(
         form, import_module(f"arbcli.families.{short_forms.family_of(form)}.presets").PRESETS[name]

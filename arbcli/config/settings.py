@@ -190,13 +190,13 @@ def check_setting(field: str, value: Any, setting: Setting) -> None:
     Raises:
         ArbError: it is not a choice or is out of bounds.
     """
-    for one in value if isinstance(value, tuple) else (value,):
-        if one is None:
+    for item in value if isinstance(value, tuple) else (value,):
+        if item is None:
             continue
         if setting.choices:
-            check_choice(field, one, (*setting.choices, *setting.also))
-        if not isinstance(one, str):
-            check_bounds(field, one, setting.minimum, setting.maximum)
+            check_choice(field, item, (*setting.choices, *setting.also))
+        if not isinstance(item, str):
+            check_bounds(field, item, setting.minimum, setting.maximum)
 
 
 def check_type(field: str, value: Any, kind: Any) -> None:

@@ -172,13 +172,13 @@ def _figure(columns: int) -> "tuple[Figure, list[Axes]]":
     figure = Figure(figsize=(width, 4.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(1, columns, index + 1) for index in range(columns)]
-    for one in axes:
-        one.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        one.margins(y=0.1)
-        one.spines[["top", "right"]].set_visible(False)
-        one.tick_params(colors=INK, labelsize=8)
-        one.grid(axis="y", color="#eeeeee")
-        one.set_axisbelow(True)
+    for panel in axes:
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        panel.margins(y=0.1)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(colors=INK, labelsize=8)
+        panel.grid(axis="y", color="#eeeeee")
+        panel.set_axisbelow(True)
     return figure, axes
 
 

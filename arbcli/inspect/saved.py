@@ -316,23 +316,25 @@ class DifferenceReport:
 def compare(first: Saved, second: Saved) -> DifferenceReport:
     """Compare the state of two checkpoints, or the weights of any two."""
     packed = None not in (first.state, second.state)
-    both = [(one.state if packed and one.state else one.weights)() for one in (first, second)]
+    both = [
+        (saved.state if packed and saved.state else saved.weights)() for saved in (first, second)
+    ]
     differences, missing, equal = [], {}, 0
     for name in sorted(both[0].keys() | both[1].keys()):
         if name not in both[0] or name not in both[1]:
             missing[name] = "only in the first" if name in both[0] else "only in the second"
             continue
-        one, other = (named[name]().float() for named in both)
-        if one.shape != other.shape:
-            missing[name] = f"{list(one.shape)} and {list(other.shape)}"
+        first_tensor, second_tensor = (named[name]().float() for named in both)
+        if first_tensor.shape != second_tensor.shape:
+            missing[name] = f"{list(first_tensor.shape)} and {list(second_tensor.shape)}"
             continue
-        apart = other - one
+        apart = second_tensor - first_tensor
         if different := int(apart.count_nonzero()):
-            size = float(one.norm())
+            size = float(first_tensor.norm())
             differences.append(
                 Difference(
                     name=name,
-                    elements=one.numel(),
+                    elements=first_tensor.numel(),
                     different=different,
                     largest=finite(float(apart.abs().max())),
                     relative=finite(float(apart.norm()) / size) if size else None,

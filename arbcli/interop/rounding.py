@@ -120,12 +120,12 @@ def _round_groups(weight: Tensor, grid: Grid, own_grid: bool) -> tuple[Tensor, T
         is_exact = exact != _NONE
         chosen, rest = torch.where(is_exact, exact, chosen), (~is_exact).nonzero().flatten()
     if len(rest):
-        some, least = weight[rest], torch.full((len(rest),), torch.inf)
+        part, least = weight[rest], torch.full((len(rest),), torch.inf)
         exponent = torch.frexp(peak[rest]).exponent.clamp(-MOST_SHIFTED, MOST_SHIFTED)
         shift = torch.ldexp(torch.ones(len(rest), 1), -exponent[:, None])
         for offset in PLACES:
             place = _held(first[rest] + offset)
-            error = _sums_of_rows(((_levels(some, place, grid)[1] - some) * shift).square_())
+            error = _sums_of_rows(((_levels(part, place, grid)[1] - part) * shift).square_())
             better = error < least
             least = torch.where(better, error, least)
             chosen[rest] = torch.where(better, place, chosen[rest])
@@ -221,14 +221,14 @@ def round_weights(weight: Tensor, group_size: int, grid: Grid, own_grid: bool = 
     """
     if uses_native(weight) and not own_grid:
         return _round_native(weight, group_size, grid)
-    return _round_chunks(weight, group_size, ZERO, lambda some: _round_groups(some, grid, own_grid))
+    return _round_chunks(weight, group_size, ZERO, lambda part: _round_groups(part, grid, own_grid))
 
 
 def round_vector(weight: Tensor, grid: Grid) -> Rounded:
     """Round (N, 1) float32 numbers, each with a scale of its own."""
     middle = torch.tensor(SCALE_OF_ZERO * grid.unit / (3 * grid.largest // 4)).double()
     zero = int(_v(_place_above(middle)))
-    return _round_chunks(weight, 1, zero, lambda some: _round_numbers(some, grid))
+    return _round_chunks(weight, 1, zero, lambda part: _round_numbers(part, grid))
 
 
 def _round_chunks(

@@ -275,13 +275,13 @@ class Rows:
 
     def get(self, slots: Tensor | None = None) -> Tensor:
         """Read slots, (n,) int64, as (n, G, d); None reads all, without a copy if possible."""
-        some: Any = ... if slots is None else (slice(None),) * self.dim + (slots,)
+        index: Any = ... if slots is None else (slice(None),) * self.dim + (slots,)
         if self.exponents is None:
-            return self.codes[some]
-        codes = self.codes.view(torch.int8)[some].view(self.codes.dtype)
-        others = eight_bits.decode_entries(codes, self.exponents[some], self.dtype)
+            return self.codes[index]
+        codes = self.codes.view(torch.int8)[index].view(self.codes.dtype)
+        others = eight_bits.decode_entries(codes, self.exponents[index], self.dtype)
         return (
-            others if self.rotated is None else eight_bits.join_rotated(self.rotated[some], others)
+            others if self.rotated is None else eight_bits.join_rotated(self.rotated[index], others)
         )
 
     def rounded(self, rows: Tensor) -> Tensor:

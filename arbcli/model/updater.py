@@ -233,7 +233,7 @@ class Updater:
             [(None if tensor.gradient_moment else tensor.direction, grad) for tensor, grad in held],
             self.dtype,
         )
-        matrices = [Matrix(one, one.matrix(0), self._index[id(one)]) for one, _ in held]
+        matrices = [Matrix(tensor, tensor.matrix(0), self._index[id(tensor)]) for tensor, _ in held]
         grads = (grad for _, grad in held)
         self._step_along(self._update(zip(matrices, grads, values, strict=True), merge=True))
 
@@ -311,9 +311,10 @@ class Updater:
     def _step_along(self, unstepped: list[Unstepped]) -> None:
         """Step weights along the directions of their updated moments."""
         pairs = [
-            (one.direction, one.tensor.rule.digits(one.state)["moment"][0]) for one in unstepped
+            (matrix.direction, matrix.tensor.rule.digits(matrix.state)["moment"][0])
+            for matrix in unstepped
         ]
-        transformed = transform(pairs, self.dtype, [one.control.squares for one in unstepped])
+        transformed = transform(pairs, self.dtype, [matrix.control.squares for matrix in unstepped])
 
         def step(matrix: Unstepped, values: Tensor) -> None:
             tensor, direction, state, gains, control = matrix
@@ -321,7 +322,7 @@ class Updater:
             tensor.rule.step_along_direction(state, factors, gains.ok, control)
 
         parts = zip(unstepped, transformed, strict=True)
-        merge = all(self._merges(one.tensor) for one in unstepped)
+        merge = all(self._merges(matrix.tensor) for matrix in unstepped)
         self._run([partial(step, *part) for part in parts], merge=merge)
 
     def _run(self, parts: list[Callable[[], None]], *, merge: bool) -> None:

@@ -431,8 +431,7 @@ def _causality(subject: Subject) -> Iterator[ParityResult]:
         copy[:, position] = (copy[:, position] + 100) % VOCABULARY
     with use_backend(subject.backend):  # in batches of the same shape, which are rounded alike
         logits, changed = (
-            model(several.flatten(0, 1)).unflatten(0, several.shape[:2])
-            for several in (texts, others)
+            model(batch.flatten(0, 1)).unflatten(0, batch.shape[:2]) for batch in (texts, others)
         )
     for position, before, after in zip(positions, logits, changed, strict=True):
         same = after[:, :position], before[:, :position]

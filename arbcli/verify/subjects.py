@@ -289,11 +289,11 @@ def _small_models(new: New, first: str, others: Iterable[str]) -> Iterator[Subje
 
 def _updates(new: New, *, usual: bool) -> Iterator[Subject]:
     """Yield the rules with every direction, or only with their usual ones and trits."""
-    several = several_rules("trit")
+    mixed = several_rules("trit")
     for name in RULES:
         every: Iterable[str | None] = DIRECTIONS if DIRECTION[name] else (None,)
         for direction in (DIRECTION[name],) if usual else every:
-            if usual and name in several.rules and direction == several.direction:
+            if usual and name in mixed.rules and direction == mixed.direction:
                 continue  # the model of several rules takes the same step of the same tensor
             config = replace(RAGGED, rule=name, direction=direction)
             title = f"{name} {direction}" if direction else name
@@ -303,6 +303,6 @@ def _updates(new: New, *, usual: bool) -> Iterator[Subject]:
             config = replace(RAGGED, rule=name, digits="all", direction=direction)
             yield new(f"{name} {direction} all digits", config, 1, checks=("update",))
     for digits in ("trit",) if usual else ("trit", "all"):
-        config = several if digits == "trit" else several_rules(digits)
+        config = mixed if digits == "trit" else several_rules(digits)
         title = f"{config.rule_text} {config.direction}{' all digits' * (digits == 'all')}"
         yield new(title, config, 1, checks=("update",))

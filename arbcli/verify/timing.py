@@ -128,11 +128,11 @@ def measure_roofline(stopwatch: Stopwatch) -> Roofline:
     half: TensorOptions = {"device": stopwatch.device, "dtype": torch.bfloat16}
     source, target = torch.zeros(2**28, **half), torch.zeros(2**28, **half)
     a, b = torch.randn(8192, 8192, **half), torch.randn(8192, 8192, **half)
-    one = torch.zeros(1, **half)
+    scalar = torch.zeros(1, **half)
     calls = (
         partial(torch.neg, source, out=target),
         partial(torch.matmul, a, b),
-        partial(one.add_, 1),
+        partial(scalar.add_, 1),
     )
     copy_us, matmul_us, launch_us = map(median, time_calls(calls, stopwatch, seconds=1))
     return Roofline(2 * source.nbytes / copy_us * 1e6, 2 * 8192**3 / matmul_us * 1e6, launch_us)

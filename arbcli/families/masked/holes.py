@@ -193,7 +193,7 @@ def fill_text(
     ):
         if config.is_masked:
             hidden = [config.vocabulary] * length
-            masked = [*symbols[0], *(one for part in symbols[1:] for one in (*hidden, *part))]
+            masked = [*symbols[0], *(symbol for part in symbols[1:] for symbol in (*hidden, *part))]
             filling = fill(model, masked, steps, sampling)
         else:
             filling = fill_in_order(model, symbols, length, sampling, backend)

@@ -28,8 +28,10 @@ def choose_byte_torch(
 ) -> None:  # fmt: skip
     """Compute `choose_byte_` with torch operations."""
     if logits.dim() == 2:
-        for row, (one, row_logits) in enumerate(zip(byte.view(-1), logits, strict=True)):
-            choose_byte_torch(one, text, row_logits, position + row, key, temperature, top_k, top_p)
+        for row, (chosen, row_logits) in enumerate(zip(byte.view(-1), logits, strict=True)):
+            choose_byte_torch(
+                chosen, text, row_logits, position + row, key, temperature, top_k, top_p
+            )
         return None
     if logits.shape[-1] > MAX_SYMBOLS:
         return choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p)

@@ -18,8 +18,8 @@ def _choose_bytes_torch(
             choose_byte.choose_among_many(*row)
         return
     numbers = (part.tolist() for part in sampling)
-    for one in zip(byte, text, logits, position, key, *numbers, strict=True):
-        choose_byte.choose_byte_torch(*one)
+    for arguments in zip(byte, text, logits, position, key, *numbers, strict=True):
+        choose_byte.choose_byte_torch(*arguments)
 
 
 @triton.jit

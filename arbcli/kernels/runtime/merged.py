@@ -146,12 +146,12 @@ def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) ->
             part()
     groups = [*_groups(recorded)]
     tables = [[_tabulated(wave) for wave in group] for group in groups]
-    all_tables = [table for some in tables for table in some]
+    all_tables = [table for group_tables in tables for table in group_tables]
     flat = [number for table in all_tables for row in table.columns for number in row]
     sizes = (sum(map(len, table.columns)) for table in all_tables)
     device_tables = iter(TABLES.bring(flat, device).split([*sizes]))
-    for group, some in zip(groups, tables, strict=True):
-        _launch(*zip(group, some, device_tables, strict=False))
+    for group, group_tables in zip(groups, tables, strict=True):
+        _launch(*zip(group, group_tables, device_tables, strict=False))
 
 
 def _groups(recorded: list[list[Launch]]) -> Iterator[list[list[Launch]]]:
@@ -167,9 +167,9 @@ def _groups(recorded: list[list[Launch]]) -> Iterator[list[list[Launch]]]:
                 kinds.setdefault(launch.kind, []).append(launch)
         alike: dict[tuple, list[list[Launch]]] = {}
         for wave in kinds.values():
-            one = wave[0]
-            if one.pairs:
-                alike.setdefault(one.options, []).append(wave)
+            first = wave[0]
+            if first.pairs:
+                alike.setdefault(first.options, []).append(wave)
             else:
                 yield [wave]
         for waves in alike.values():

@@ -55,8 +55,8 @@ def _gram_inverses_native(
     threads = native.threads_for(n * n)
     numbers = _table(shifts), _table(weights), LEAST_TRACE, LEAST_NORM, len(shifts)
     pairs = [(x, q)] if x.dim() == 2 else zip(x, q, strict=True)
-    for one, result in pairs:
-        native.call("gram_inverses", one, *one.stride(), result, *numbers, n, m, threads)
+    for matrix, result in pairs:
+        native.call("gram_inverses", matrix, *matrix.stride(), result, *numbers, n, m, threads)
     return q
 
 

@@ -39,10 +39,10 @@ def _sign_gradient_torch(grad_y: Tensor, x: Tensor, packed: Packed) -> SignGradi
     step = max(1, min(-(-rows // PARTS), chunk_elements(1 << 22) // columns))
     part_statistics = []
     for start in range(0, rows, step):
-        some = slice(start, min(start + step, rows))
-        grad = grad_y[:, some].T.float() @ x
-        part_statistics.append(gradient_statistics(grad, packed.rows(some), signs=True))
-        signs[some] = grad.sign_().nan_to_num_(0).to(torch.int8)
+        part_rows = slice(start, min(start + step, rows))
+        grad = grad_y[:, part_rows].T.float() @ x
+        part_statistics.append(gradient_statistics(grad, packed.rows(part_rows), signs=True))
+        signs[part_rows] = grad.sign_().nan_to_num_(0).to(torch.int8)
     sums = zip(*(part[:3] for part in part_statistics), strict=True)
     return _found(signs, *(torch.cat(parts) for parts in sums))
 

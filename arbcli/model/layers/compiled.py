@@ -184,7 +184,7 @@ class _Operator:
         gradients = iter(
             self.backward(list(grads), list(ctx.saved_tensors), needs_grad, *ctx.numbers)
         )
-        return tuple(next(gradients) if some else None for some in needs_grad)
+        return tuple(next(gradients) if needed else None for needed in needs_grad)
 
     def _backward(
         self, grads: list, saved: list, needs_grad: list[bool], *numbers: Any
@@ -205,8 +205,8 @@ class _Operator:
         # the gradient of an anchor is None
         return [
             torch.empty(0, device="cpu") if part is None else part
-            for part, some in zip(gradients, needs_grad, strict=True)
-            if some
+            for part, needed in zip(gradients, needs_grad, strict=True)
+            if needed
         ]
 
     def _fake_backward(
@@ -215,7 +215,7 @@ class _Operator:
         if self.fake_grads:
             return self.fake_grads(*grads)
         inputs, _ = self._inputs(saved, numbers)
-        like = [part for part, some in zip(inputs, needs_grad, strict=True) if some]
+        like = [part for part, needed in zip(inputs, needs_grad, strict=True) if needed]
         if any(part is None for part in like):
             with use_backend("torch"):
                 like = self._gradients(grads, saved, needs_grad, *numbers)

@@ -107,7 +107,7 @@ def transform(
         (N, K) of each matrix, in order.
     """
     values = [matrix for _, matrix in pairs]
-    for direction in dict.fromkeys(one for one, _ in pairs if one is not None):
+    for direction in dict.fromkeys(direction for direction, _ in pairs if direction is not None):
         indices = [i for i, (other, _) in enumerate(pairs) if other is direction]
         sums = None if squares is None else [squares[i] for i in indices]
         transformed = direction.values_of([pairs[i][1] for i in indices], dtype, sums)

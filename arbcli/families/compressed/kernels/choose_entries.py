@@ -28,17 +28,17 @@ def _choose_entries_torch(
     step = max(1, chunk_elements(ELEMENTS) // max(1, batch * heads * number))
     entry_ids = torch.arange(number, device=q.device)
     for start in range(0, groups if size else 0, step):
-        some = slice(start, min(start + step, groups))
-        dots = torch.einsum("bnhd,bjd->bnhj", q[:, some].float(), k.float())
-        scores = (dots.relu() * w[:, some].float()[..., None]).sum(dim=2)
-        complete = torch.arange(some.start, some.stop, device=q.device)[:, None] + first
+        chunk = slice(start, min(start + step, groups))
+        dots = torch.einsum("bnhd,bjd->bnhj", q[:, chunk].float(), k.float())
+        scores = (dots.relu() * w[:, chunk].float()[..., None]).sum(dim=2)
+        complete = torch.arange(chunk.start, chunk.stop, device=q.device)[:, None] + first
         seen = (entry_ids < complete) & (entry_ids >= complete - max_entries)
         # reversed, so that ties go to the later entry
         scores = scores.masked_fill(~seen, -torch.inf).flip(-1)
         order = scores.sort(dim=-1, descending=True, stable=True)
         best = number - 1 - order.indices[..., :size]
         best = torch.where(order.values[..., :size] == -torch.inf, number, best).sort(-1).values
-        chosen[:, some] = torch.where(best == number, -1, best).int()
+        chosen[:, chunk] = torch.where(best == number, -1, best).int()
     return chosen
 
 

@@ -72,8 +72,8 @@ def _grouped_matmul_torch(
 ) -> Tensor:
     y = x.new_zeros(len(x), w.shape[1]) if out is None else out
     for e, rows in _ranges(bounds, len(x)):
-        for some in range(rows.start, rows.stop) if apart else ():
-            y[some] = w[e] @ x[some]
+        for row in range(rows.start, rows.stop) if apart else ():
+            y[row] = w[e] @ x[row]
         if not apart:
             y[rows] = x[rows] @ w[e].T
     return y

@@ -44,9 +44,11 @@ def _nearest_codes_torch(q: Tensor, codes: Tensor) -> Tensor:
     vectors, scores, indices = q.to(kind), [], []
     size = max(1, CHUNK_ELEMENTS // max(len(q), q.shape[1]))
     for first in range(0, len(codes), size):
-        some = codes[first : first + size].to(kind)
-        score = 2 * (vectors @ some.T).to(torch.int64) - some.square().sum(dim=1).to(torch.int64)
-        at = torch.arange(first, first + len(some), device=q.device)
+        part_codes = codes[first : first + size].to(kind)
+        score = 2 * (vectors @ part_codes.T).to(torch.int64) - part_codes.square().sum(dim=1).to(
+            torch.int64
+        )
+        at = torch.arange(first, first + len(part_codes), device=q.device)
         indices.append(_best(score, at))
         scores.append(score.gather(1, (indices[-1] - first)[:, None])[:, 0])
     return _best(torch.stack(scores, dim=1), torch.stack(indices, dim=1))

@@ -44,8 +44,10 @@ def unpack_gates_reference(codes: Tensor, bases: Tensor) -> Tensor:
     numbers = torch.empty(len(codes), 2 * width, dtype=torch.float64)
     for row, base_row, (base, base_up) in zip(numbers, codes.tolist(), bases.tolist(), strict=True):
         low, low_up, high = base_row[:width], base_row[width : 2 * width], base_row[2 * width :]
-        gate = [_number(some, more % 16 + base) for some, more in zip(low, high, strict=True)]
-        up = [_number(some, more // 16 + base_up) for some, more in zip(low_up, high, strict=True)]
+        gate = [_number(digit, more % 16 + base) for digit, more in zip(low, high, strict=True)]
+        up = [
+            _number(digit, more // 16 + base_up) for digit, more in zip(low_up, high, strict=True)
+        ]
         row[:] = torch.tensor(gate + up, dtype=torch.float64)
     return numbers.to(codes.device)
 

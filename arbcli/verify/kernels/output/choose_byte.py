@@ -30,10 +30,10 @@ def choose_byte_reference(
     if logits.dim() == 2:
         choices = []
         for row, row_logits in enumerate(logits):
-            one, text = choose_byte_reference(
+            chosen, text = choose_byte_reference(
                 byte.view(-1)[:1], text, row_logits, position + row, key, temperature, top_k, top_p
             )
-            choices.append(one)
+            choices.append(chosen)
         return torch.cat(choices).view_as(byte), text
     logit, place = logits.tolist(), int(position)
     order = sorted(range(len(logit)), key=lambda i: (-logit[i], i))
