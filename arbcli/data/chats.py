@@ -185,16 +185,16 @@ class Chats(Text):
         ids, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         targets = np.full(shape, NOT_LEARNT, np.int64)
         for row, window in enumerate(starts):
-            at = 0
+            column = 0
             for number, index in enumerate(self.bins[window]):
                 begin, size = self._spans[index]
                 tokens = self._flat[begin : begin + size].astype(np.int64)
-                here = slice(at, at + size - 1)
-                ids[row, here] = np.where(tokens < 0, ~tokens, tokens)[:-1]
-                targets[row, here] = np.where(tokens < 0, ~tokens, NOT_LEARNT)[1:]
-                documents[row, here] = number
-                at += size - 1
-            documents[row, at:] = len(self.bins[window])  # padding has a number of its own
+                columns = slice(column, column + size - 1)
+                ids[row, columns] = np.where(tokens < 0, ~tokens, tokens)[:-1]
+                targets[row, columns] = np.where(tokens < 0, ~tokens, NOT_LEARNT)[1:]
+                documents[row, columns] = number
+                column += size - 1
+            documents[row, column:] = len(self.bins[window])  # padding has a number of its own
         ids_, targets_, documents_ = map(torch.from_numpy, (ids, targets, documents))
         return ids_, targets_, documents_
 
@@ -435,11 +435,11 @@ def _read_documents(paths: Sequence[Path]) -> Iterator[tuple[np.ndarray, np.ndar
     for path in paths:
         if not path.stat().st_size:
             continue
-        flat, at = np.memmap(path, np.int32, "r"), 0
-        while at < len(flat):
-            size = int(flat[at])
-            yield flat[at + 1 : at + 1 + size], flat[at + 1 + size : at + 1 + 2 * size]
-            at += 1 + 2 * size
+        flat, begin = np.memmap(path, np.int32, "r"), 0
+        while begin < len(flat):
+            size = int(flat[begin])
+            yield flat[begin + 1 : begin + 1 + size], flat[begin + 1 + size : begin + 1 + 2 * size]
+            begin += 1 + 2 * size
 
 
 def _tokenised(piece: tuple[Path, int, int], reader: _Reader) -> Path:

@@ -71,8 +71,8 @@ def _cross_entropy_backward_kernel(
     row = tl.minimum(offs_m, M - 1)[:, None]
     x, total = _softmax_parts(logits_ptr, row, offs_v, (offs_v < V)[None, :], stride_m, stride_v)
     target = tl.load(targets_ptr + offs_m * stride_t, mask=inside, other=0)
-    here = (offs_v[None, :] == target[:, None]).to(tl.float32)
-    grad = (tl.exp(x) / total[:, None] - here) * (tl.load(scale_ptr) * share)
+    is_target = (offs_v[None, :] == target[:, None]).to(tl.float32)
+    grad = (tl.exp(x) / total[:, None] - is_target) * (tl.load(scale_ptr) * share)
     grad_ptrs = grad_ptr + offs_m[:, None] * V + offs_v[None, :]
     mask = inside[:, None] & (offs_v < V)[None, :]
     tl.store(grad_ptrs, grad.to(grad_ptr.dtype.element_ty), mask=mask)

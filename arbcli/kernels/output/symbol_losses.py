@@ -66,8 +66,8 @@ def _grade_symbols_kernel(
     inside = offs_n < N
     ptrs = logits_ptr + m * stride_m + offs_n.to(tl.int64) * stride_n
     x = tl.load(ptrs, mask=inside, other=float("-inf")).to(tl.float32)
-    here = (offs_n == tl.load(targets_ptr + m * stride_t)).to(tl.float32)
-    grad = (tl.exp(x - tl.load(total_ptr + m)) - here) * tl.load(scale_ptr + m)
+    is_target = (offs_n == tl.load(targets_ptr + m * stride_t)).to(tl.float32)
+    grad = (tl.exp(x - tl.load(total_ptr + m)) - is_target) * tl.load(scale_ptr + m)
     tl.store(ptrs, grad.to(logits_ptr.dtype.element_ty), mask=inside)
 
 

@@ -24,8 +24,8 @@ def cross_entropy_backward_reference(logits: Tensor, targets: Tensor, scale: Ten
     logits = logits.to(torch.float64)
     shares = torch.exp(logits - logits.amax(dim=1, keepdim=True))
     shares /= shares.sum(dim=1, keepdim=True)
-    here = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    return (shares - here.double()) * scale
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return (shares - is_target.double()) * scale
 
 
 _GATE = Gate(

@@ -14,8 +14,8 @@ def add_symbols_reference(
     """Compute the reference result of `add_symbols_` in `total` and `target_sums`, in float64."""
     logits = logits.to(torch.float64)
     total = torch.logsumexp(torch.cat((total.double()[:, None], logits), dim=1), dim=1)
-    here = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    return total, target_sums.double() + torch.where(here, logits, 0).sum(dim=1)
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return total, target_sums.double() + torch.where(is_target, logits, 0).sum(dim=1)
 
 
 def grade_symbols_reference(
@@ -23,8 +23,8 @@ def grade_symbols_reference(
 ) -> Tensor:
     """Compute the reference result of `grade_symbols_` in `logits`, in float64."""
     shares = torch.exp(logits.to(torch.float64) - total.double()[:, None])
-    here = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    return (shares - here.double()) * scale.double()[:, None]
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return (shares - is_target.double()) * scale.double()[:, None]
 
 
 _GATE = Gate(
