@@ -27,10 +27,6 @@ def change_stage(**changes):
     return lambda config: config | {"stages": [config["stages"][0] | changes]}
 
 
-def repeat_blocks(number: int):
-    return lambda config: change_stage(blocks=config["stages"][0]["blocks"][:1] * number)(config)
-
-
 def chunked(stages: int, blocks: int):
     """Give a model more stages, or outer blocks, than anybody can build at once."""
 
@@ -51,7 +47,8 @@ HOSTILE = [
     *(change_model(rule=value) for value in NO_NAMES),
     *(change_model(scale_type=value) for value in NO_NAMES),
     *(change_model(tied=value) for value in (0, 1, "True", None, [], 1.0)),
-    change_stage(dim=512), repeat_blocks(16), change_stage(blocks=[[]] * 9), change_stage(blocks=3),
+    change_stage(dim=512), change_stage(blocks=[[]] * 9), change_stage(blocks=3),
+    lambda config: change_stage(blocks=config["stages"][0]["blocks"][:1] * 16)(config),
     chunked(1, 2000), chunked(9, 1),
     lambda config: {name: value for name, value in config.items() if name != "ctx"},
     change_model(**{f"field{number}": number for number in range(10_000)}), lambda config: {},

@@ -74,7 +74,8 @@ def connect(
     """
     if process.one_machine:
         os.environ |= INTERFACES
-    store, hosts = meet(process, command)
+    with explained_loss():
+        store, hosts = meet(process, command)
     beats = None
     if STORE not in os.environ:
         heartbeat_store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
@@ -156,7 +157,9 @@ def meet(process: ProcessRank, command: str) -> tuple[dist.Store, list[str]]:
     if outcome == ALL_HERE:
         return store, [json.loads(store.get(key))[0] for key in keys]
     until = time.monotonic() + READ_SECONDS
-    while process.rank == 0 and readers < process.size - len(missing) and time.monotonic() < until:
+    while process.rank == 0 and time.monotonic() < until:
+        if readers == sum(store.check([key]) for key in keys):  # all that are here
+            break
         time.sleep(POLL_SECONDS)
         readers = store.add(READERS, 0)
     message, _, hint = outcome.partition("\n")
