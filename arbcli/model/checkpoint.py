@@ -140,7 +140,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
 
     Raises:
         ArbError: it cannot be written; earlier checkpoints are intact.
-        ValueError: the dtype of a tensor, or the range of its integers, does not match its name.
+        ValueError: the dtype or the range of a tensor does not match its name.
     """
     if checkpoint.step < 0 or keep < 1:
         raise ValueError(f"cannot save step {checkpoint.step} and keep {keep}")
@@ -164,7 +164,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
     Raises:
         ArbError: it cannot be written; an existing file is intact.
-        ValueError: the dtype of a tensor, or the range of its integers, does not match its name.
+        ValueError: the dtype or the range of a tensor does not match its name.
     """
     tensors = dict(sorted(checkpoint.tensors.items()))
     for name, tensor in tensors.items():
@@ -480,9 +480,9 @@ def _map_threads(
 
 
 def _serialise(name: str, tensor: Tensor) -> tuple[str, memoryview, str]:
-    """Copy a tensor to the CPU, and hash it there; its floats were checked on their device."""
+    """Copy a tensor to the CPU, and hash it there."""
     on_cpu = tensor.cpu().contiguous()
-    if on_cpu.dtype != torch.float32 and not _is_legal(name, on_cpu):
+    if not _is_legal(name, on_cpu):
         raise ValueError(f"`{name}` has a value that cannot be there")
     return name, _bytes(on_cpu), tensor_digest(name, on_cpu)
 

@@ -11,7 +11,6 @@ import tracemalloc
 from dataclasses import replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -168,14 +167,13 @@ def test_load_refuses_files_that_cannot_be_read(tmp_path, saved):
 
 
 def test_load_refuses_illegal_values_with_a_correct_digest(tmp_path, monkeypatch):
-    trits, exponent = torch.tensor([[0, 242, 243]]).byte(), torch.tensor(-97).char()
-    values = {"head.trits": trits, "exponent": exponent, "head.latent": torch.tensor([torch.inf])}
+    values = {"head.trits": [[0, 242, 243]], "exponent": -97, "head.latent": [torch.inf]}
     for name, value in values.items():
-        illegal = replace(example(), tensors={name: value})
+        kind = {"head.trits": torch.uint8, "exponent": torch.int8}.get(name)
+        illegal = replace(example(), tensors={name: torch.tensor(value, dtype=kind)})
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_is_legal", is_legal := mock.Mock(return_value=True))
+            patch.setattr(module, "_is_legal", lambda name, tensor: True)
             path = save_checkpoint(tmp_path, illegal)
-            assert is_legal.called == (name != "head.latent")  # floats are checked by the optimizer
             load_checkpoint(path)
         assert f"`{name}` has a value that cannot be there" in refusal(path)
 
