@@ -93,7 +93,7 @@ def step_seconds(config: TrainConfig) -> float | None:
         + passes * activations / ACTIVATIONS
     )
     orthogonal = linear * spec.dim if spec.direction == "orthogonal" else 0
-    if not find_rule(model.rule, model.digits).gradient_moment:
+    if not find_rule(model.rule, model.digits).moment_range:
         orthogonal *= config.accum  # each gradient, not their average
     seconds = config.accum * tokens * seconds_per_token + (config.accum + 1) * weights / WEIGHTS
     return max(seconds + orthogonal / ORTHOGONAL, config.accum * len(parts) * LEAST_SECONDS)

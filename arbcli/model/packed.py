@@ -333,7 +333,7 @@ class TernaryTensor(StateModule, Weight):
     def gradient_moment(self) -> bool:
         """Whether the moment averages gradients, and its direction is taken afterwards."""
         reads_moment = self.direction is not None and self.direction.reads_moment
-        return self.rule.gradient_moment and reads_moment
+        return self.rule.moment_range > 0 and reads_moment
 
     @torch.no_grad()
     def fill(self, trit: int = 1) -> None:

@@ -82,5 +82,5 @@ class ArbForCausalLM(PlainModel, PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
     ) -> dict[str, Tensor | None]:
-        """Return the inputs of `forward` for the complete text, (B, T), as there is no cache."""
+        """Return the inputs of `forward` for the complete text, (B, T), without a cache."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}

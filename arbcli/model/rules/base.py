@@ -152,9 +152,6 @@ class Rule(ABC):
 
     name: str
     """Name in `arbcli.model.rules.RULES`."""
-    gradient_moment: bool = False
-    """Whether the moment averages gradients rather than directions, for a direction that is taken
-    of the average: see `Direction.reads_moment`."""
     reads_all: bool = False
     """Whether weights are z rather than T."""
     kept: Fraction = Fraction(1)

@@ -37,7 +37,7 @@ class Moment(Rule):
     range of 0.5 clips few elements.
     """
 
-    name, gradient_moment = "moment", True
+    name = "moment"
     radix, remainder_max, moment_range = 64, 127, 0.5
 
     @property

@@ -88,13 +88,19 @@ def draw_weights(
     return packed, rng.view((z - radix * trits).to(torch.int8))
 
 
-def _draw_by_moment(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+def _draw_state(rng: CaseGenerator, n: int, k: int) -> tuple[Tensor, Tensor, int, int, bool]:
+    """Draw trits and bytes of remainders, with P, the largest remainder, and whether m is in it."""
     nibble = rng.integer(2) == 1
     radix, largest = (8, 7) if nibble else (32, 127)
     packed, remainder = draw_weights(rng, n, k, radix, largest)
-    moment = None if nibble else rng.integers(-127, 127, n, k)
     if nibble:
         remainder = rng.view(rng.integers(-7, 7, n, k) * 16 + remainder % 16)
+    return packed, remainder, radix, largest, nibble
+
+
+def _draw_by_moment(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    packed, remainder, radix, largest, nibble = _draw_state(rng, n, k)
+    moment = None if nibble else rng.integers(-127, 127, n, k)
     step_size, squares, flips = (
         torch.tensor(value, device=rng.device)
         for value in (rng.integer(2**36), rng.integer(n * k * largest**2), rng.integer(1000))
@@ -112,11 +118,7 @@ def _draw_decay(rng: CaseGenerator) -> Tensor | None:
 
 
 def _draw_by_direction(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    nibble = rng.integer(2) == 1
-    radix, largest = (8, 7) if nibble else (32, 127)
-    packed, remainder = draw_weights(rng, n, k, radix, largest)
-    if nibble:
-        remainder = rng.view(rng.integers(-7, 7, n, k) * 16 + remainder % 16)
+    packed, remainder, radix, largest, nibble = _draw_state(rng, n, k)
     gains = draw_gains(rng, n, k, rng.pick((2.0**14, 2.0**16, 2.0**19)))
     limit = rng.pick((2**14, 2**19, 2**23))
     control = map(rng.scalar, (rng.integer(2**12), 6 + rng.integer(8), limit))
