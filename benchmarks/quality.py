@@ -10,6 +10,7 @@ itself: see `benchmarks.together`. Their speed and peak are not known.
 """
 
 import ast
+import dataclasses
 import itertools
 import json
 import shlex
@@ -42,6 +43,12 @@ KINDS = {"float": "float", "ste": "straight-through"}
 """Names of the weights of a baseline in tables."""
 
 
+def kind_of(model: dict) -> str:
+    """Name the weights of a model in tables, by the fields of its configuration."""
+    name = KINDS.get(model["weights"], DIGITS[model["digits"]])
+    return "ternary blocks" if name == "ternary" and model.get("symbol_digits") else name
+
+
 def measure(options: str, common: str, text: list[str], seed: int, every: int | None) -> dict:
     """Train once: what a row holds.
 
@@ -54,7 +61,7 @@ def measure(options: str, common: str, text: list[str], seed: int, every: int | 
         app([*words, "--out", str(run), "--quiet"], standalone_mode=False)
         records = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
         config = json.loads((run / "config.json").read_text())["config"]
-    weights, last = config["model"]["weights"], records[-1]
+    last = records[-1]
     if last["val_loss"] is None:
         raise SystemExit(f"{options} seed {seed}: stopped after step {last['step']}, so no row")
     losses = [(line["step"], line["val_loss"]) for line in records]
@@ -62,7 +69,7 @@ def measure(options: str, common: str, text: list[str], seed: int, every: int | 
     return {
         "preset": common.split()[1],
         "options": options,
-        "kind": KINDS.get(weights, DIGITS[config["model"]["digits"]]),
+        "kind": kind_of(config["model"]),
         "seed": seed,
         "steps": last["step"],
         "held_out_nats": round(last["val_loss"], 4),
@@ -97,7 +104,7 @@ def measure_together(
         {
             "preset": common.split()[1],
             "options": options,
-            "kind": KINDS.get(trainer.config.model.weights, DIGITS[trainer.config.model.digits]),
+            "kind": kind_of(dataclasses.asdict(trainer.config.model)),
             "seed": seed,
             "steps": trainer.config.steps,
             "held_out_nats": round(curve[trainer.config.steps], 4),

@@ -2,14 +2,15 @@
 
 from statistics import mean
 
+from benchmarks.tables import results
 from benchmarks.tables.cells import markdown, number, source
-from benchmarks.tables.results import SHAKESPEARE, losses_by_state
 from benchmarks.tables.rows import Row, Runs, Tables, row_of, rows_of, value
 from benchmarks.tables.steps import PRESETS, faster, speed_ratio
 
 LEFT_TO_RESULTS = (
     "--no-sub-norms", "carry", "--lr 2e-3", "--weights ste --lr 3e-3", "--lr 0.35", "--lr 0.65",
-    "--lr 5e-3", "--lr 1e-3", "--compute",
+    "--lr 5e-3", "--lr 1e-3", "--compute", "--lr 0.55", "--lr 0.6",
+    "nibble --weights anneal",
 )  # fmt: skip
 """Options that the short table leaves out: others of their kind do better, or as well."""
 
@@ -17,7 +18,7 @@ LEFT_TO_RESULTS = (
 def quality(runs: Runs) -> str:
     """Loss by state, `small`, the best of each kind."""
     best = [run | {"rows": [row for row in run["rows"] if not _is_left_out(row)]} for run in runs]
-    return losses_by_state(best, "small", ("weights", "options", "held-out loss", "state"))
+    return results.quality(best)
 
 
 def _is_left_out(row: Row) -> bool:
@@ -32,7 +33,7 @@ def shakespeare(runs: Runs) -> str:
         seconds = next((row["seconds"] for row in rows if "seconds" in row), None)
         loss = number(mean(row["best_nats"] for row in rows), ".4f")
         state = f"{rows[0]['state_mib']} MiB"
-        lines.append([SHAKESPEARE.get(kind, kind), loss, state, number(seconds, ".0f")])
+        lines.append([results.SHAKESPEARE.get(kind, kind), loss, state, number(seconds, ".0f")])
     return markdown(["model", "lowest loss", "state", "seconds"], lines) + source(runs)
 
 

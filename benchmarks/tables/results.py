@@ -10,53 +10,43 @@ from benchmarks.tables.cells import markdown, measured, number, source
 from benchmarks.tables.rows import Row, Runs, Tables, only, rows_of
 
 
-def quality_of_small(runs: Runs) -> str:
-    """Loss by state, with commits, `small`."""
-    return losses_by_state(runs, "small", ("options", "held-out loss", "state", "commit"))
+def seeds_of(rows: Sequence[Row]) -> list[tuple[list[Row], str]]:
+    """Group rows by options and steps: rows in order of seeds, and their losses as a cell.
+
+    The group with the lowest mean loss comes first. Factored embeddings are left to the log.
+    """
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        groups.setdefault((row["options"], row["steps"]), []).append(row)
+    shown = [group for (options, _), group in groups.items() if "=factored" not in options]
+    ordered = sorted(shown, key=lambda group: mean(row["held_out_nats"] for row in group))
+    return [(group, ", ".join(f"{row['held_out_nats']:.4f}" for row in group)) for group in ordered]
 
 
-def losses_by_state(runs: Runs, preset: str, head: Sequence[str]) -> str:
-    """Write the losses of a preset by options, with the columns of `head`."""
-    groups: dict[str, list[tuple[Row, str]]] = {}
-    for run in runs:
-        for row in rows_of([run], preset=preset):
-            groups.setdefault(row["options"], []).append((row, run["commit"]))
-    lines = []
-    # the lowest mean comes first
-    means = {o: mean(row["held_out_nats"] for row, _ in pairs) for o, pairs in groups.items()}
-    for options in sorted(groups, key=means.__getitem__):
-        pairs = sorted(groups[options], key=lambda pair: pair[0]["seed"])
-        rows = [row for row, _ in pairs]
-        first, last = rows[0]["seed"], rows[-1]["seed"]
-        seeds = f"{first} to {last}" if last - first > 1 else f"{first}, {last}"
-        cells = {
-            "weights": rows[0]["kind"],
-            "options": f"`{options}`" + (f", seeds {seeds}" if len(rows) > 1 else ""),
-            "held-out loss": ", ".join(f"{row['held_out_nats']:.4f}" for row in rows),
-            "state": f"{rows[0]['state_mib']} MiB",
-            "commit": ", ".join(dict.fromkeys(f"`{commit}`" for _, commit in pairs)),
-        }
-        lines.append([cells[name] for name in head])
-    return markdown(head, lines) + source(only(runs, preset=preset))
+def quality(runs: Runs) -> str:
+    """Loss by state, `small`."""
+    lines = [
+        [group[0]["kind"], f"`{group[0]['options']}`", losses, f"{group[0]['state_mib']} MiB"]
+        for group, losses in seeds_of(rows_of(runs, preset="small"))
+    ]
+    head = ["weights", "options", "loss, each seed", "state"]
+    return markdown(head, lines) + source(only(runs, preset="small"))
 
 
-def quality_of_code(runs: Runs) -> str:
-    """Loss by state on source code, `small`."""
-    return losses_by_state(runs, "small", ("weights", "options", "held-out loss", "state"))
-
-
-CURVE_STEPS = (500, 1000, 2000, 3000)
-"""Steps whose losses the table of a run on source code has."""
+CURVE_STEPS = (500, 1000, 2000)
+"""Steps whose losses the table of a run on source code has, besides those of its end."""
 
 
 def curves_of_code(runs: Runs) -> str:
-    """Loss in the course of a run on source code, and state, `base`."""
+    """Mean loss of seeds in the course of a run on source code, and state, `base`."""
     lines = []
-    for row in sorted(rows_of(runs), key=lambda row: row["held_out_nats"]):
-        losses = dict(row["curve"])
-        cells = [f"{losses[step]:.4f}" for step in CURVE_STEPS]
-        lines.append([f"`{row['options']}`", f"{row['seed']}", *cells, f"{row['state_mib']:g}"])
-    head = ["options", "seed", *(f"{step:,} steps" for step in CURVE_STEPS), "state, MiB"]
+    for group, losses in seeds_of(rows_of(runs)):
+        curves = [dict(row["curve"]) for row in group]
+        means = [f"{mean(curve[step] for curve in curves):.4f}" for step in CURVE_STEPS]
+        steps, state = group[0]["steps"], f"{group[0]['state_mib']:g}"
+        note = "" if steps == 3000 else f", {steps:,} steps"
+        lines.append([f"`{group[0]['options']}`{note}", *means, losses, state])
+    head = ["options", *(f"{step:,} steps" for step in CURVE_STEPS), "end, each seed", "state, MiB"]
     return markdown(head, lines) + source(runs)
 
 
@@ -160,8 +150,8 @@ def frontier(runs: Runs) -> str:
 
 
 TABLES: Tables = {
-    "quality-small": ("quality", quality_of_small),
-    "quality-code": ("code", quality_of_code),
+    "quality-small": ("quality", quality),
+    "quality-code": ("code", quality),
     "shakespeare": ("shakespeare", shakespeare),
     "scaling": ("scaling", losses_by_size),
     "scaling-laws": ("scaling", laws),
