@@ -16,8 +16,8 @@ from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.short_forms import assemble
-from arbcli.data import chat_template, tokens
 from arbcli.data import chats as chatting
+from arbcli.data import tokens
 from arbcli.data.chat_template import ChatTemplate, keep_template, template_of
 from arbcli.data.chats import Chats
 from arbcli.data.files import Conversion
@@ -117,9 +117,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "tokenizers without the package": (
         hide_package("tokenizers", lambda: tokens.Tokenizer(b"{}", "it")),
         "`it` needs the package tokenizers, which is not installed"),
-    "endless template": (
-        smaller(chat_template, "MOST_CHARACTERS", 9, lambda: templates("0123456789").render([])),
-        "it writes more than 9 characters"),
+    "long template": (lambda _: templates("a" * 2**19), "it has more than 262,144 characters"),
     "run without a template": (lambda _: template_of(Path()), "`.` has no chat template"),
     "chat of a model without a template": (
         lambda _: conversation.Conversation(SimpleNamespace(tokenizer=None), Path("run/step-1")),

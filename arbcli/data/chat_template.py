@@ -1,11 +1,12 @@
 """Chat templates, which format messages as the text that a model was trained on.
 
-A template is untrusted code. It runs in a sandbox (`template_sandbox.py`), which only exposes the
-messages and no Python objects, with bounded time, memory and output.
+A template is untrusted code. It runs in a process of its own (`template_sandbox.py`), which has the
+messages, but no Python objects and no files, with bounded time, memory and output.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,12 @@ from arbcli.data.special_tokens import (
     set_special_tokens,
     special_tokens,
 )
-from arbcli.data.template_sandbox import Budget, Marks, add_charges, build_sandbox
+from arbcli.data.template_sandbox import TemplateError, render_template, undeclared_names
 
 TEMPLATE = "chat_template.jinja"
 OLD_TEMPLATE = "chat_template.json"
 LARGEST = 2**18
 """Maximum size of a template: of its file in bytes, or of a field of JSON in characters."""
-MOST_CODE = 2**18
-"""Maximum units of a template that runs once: see `add_charges`. Those of models have 65,000."""
-MOST_CHARACTERS = 2**24
-"""Maximum length of a template's output."""
 HINT = f"put the model's own `{TEMPLATE}` next to its tokenizer"
 
 Message = Mapping[str, Any]
@@ -48,31 +45,17 @@ class ChatTemplate:
         tokens: texts of special tokens by name: see `special_tokens`.
 
     Raises:
-        ArbError: the package jinja2 is missing, or `source` is not a template.
+        ArbError: the package jinja2 is missing, or `source` is not a template or takes too long.
     """
 
     def __init__(self, source: str, name: str, tokens: Mapping[str, str]) -> None:
         self.source, self.name, self.tokens = source, name, dict(tokens)
-        jinja, sandbox, _ = (
-            optional_module(module, name, "jinja2", "'arb[chat]'")
-            for module in ("jinja2", "jinja2.sandbox", "jinja2.ext")
-        )
-        self._error = jinja.TemplateError
-        self._budget, self._marks = Budget(), Marks()
-        environment = build_sandbox(jinja, sandbox, self._budget, self._marks)
-        meta = optional_module("jinja2.meta", name, "jinja2", "'arb[chat]'")
-        try:
+        optional_module("jinja2", name, "jinja2", "'arb[chat]'")
+        with self._errors("is not a chat template"):
             if len(source) > LARGEST:
-                raise OverflowError(f"it has more than {LARGEST:,} characters")
-            parsed = environment.parse(source)
-            if add_charges(parsed, jinja.nodes) > MOST_CODE:  # compiling takes long
-                raise OverflowError("it has more code than a chat template needs")
-            parsed.set_environment(environment)
-            self.variables = frozenset(meta.find_undeclared_variables(parsed))
+                raise TemplateError(f"it has more than {LARGEST:,} characters")
+            self.variables = frozenset(undeclared_names(source))
             """Names of the variables that the template reads."""
-            self._template = environment.from_string(parsed)
-        except Exception as error:  # the compiler of Python can raise any exception, too
-            raise ArbError(f"`{name}` is not a chat template: {_reason(error)}", HINT) from None
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """Format messages as one text: see `render_marked`."""
@@ -101,30 +84,21 @@ class ChatTemplate:
             The text, and the first character of each `{% generation %}` block and that after its
             last, in order.
         """
-        parts, marks = [], self._marks
-        marks.length, marks.ranges = 0, []
-        self._budget.start([*messages], tools, documents)
+        variables = self.tokens | {
+            "messages": [dict(message) for message in messages],
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": asks,
+        }
+        with self._errors("cannot format these messages"):
+            return render_template(self.source, variables)
+
+    @contextmanager
+    def _errors(self, problem: str) -> Iterator[None]:
         try:
-            for part in self._template.generate(
-                messages=[dict(message) for message in messages],
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=asks,
-                **self.tokens,
-            ):
-                parts.append(part)
-                marks.length += len(part)
-                if marks.length > MOST_CHARACTERS:
-                    raise OverflowError(f"it writes more than {MOST_CHARACTERS:,} characters")
-        except Exception as error:  # expressions of the template can raise any exception
-            raise ArbError(
-                f"`{self.name}` cannot format these messages: {_reason(error)}", HINT
-            ) from None
-        return "".join(parts), marks.ranges
-
-
-def _reason(error: BaseException) -> str:
-    return shown(" ".join(str(error).split()) or type(error).__name__)
+            yield
+        except TemplateError as error:
+            raise ArbError(f"`{self.name}` {problem}: {shown(error)}", HINT) from None
 
 
 def template_digest(template: ChatTemplate | None) -> str:

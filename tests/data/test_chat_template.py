@@ -2,10 +2,13 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from apparatus.forking import run_forked
 
 from arbcli.base.errors import ArbError
 from arbcli.data import template_sandbox
@@ -21,18 +24,15 @@ CHATML = (
 RECORDED = Path(__file__).with_name("hostile_templates.txt").read_text(encoding="utf-8")
 
 
-def hostile() -> Iterator[str]:
-    """Yield the lines of `hostile_templates.txt`, each after the end of the last `##`.
+def hostile() -> Iterator[tuple[str, str]]:
+    """Yield the lines of `hostile_templates.txt`, each with a part of its refusal, the last `==`.
 
     A part that is repeated so many times is `«so many|part»` there.
     """
-    beginning = ""
-    for line in RECORDED.splitlines():
-        if line.startswith("##"):
-            beginning = line[3:]
-        else:
-            line = beginning + line
-            yield re.sub("«([0-9]+)[|](.*?)»", lambda part: int(part[1]) * part[2], line)
+    for section in RECORDED.split("== ")[1:]:
+        said, *lines = section.splitlines()
+        for line in lines:
+            yield re.sub("«([0-9]+)[|](.*?)»", lambda part: int(part[1]) * part[2], line), said
 
 
 def test_template_writes_messages_as_transformers_does():
@@ -41,53 +41,56 @@ def test_template_writes_messages_as_transformers_does():
     wanted = "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert template.render(messages[:1], asks=True) == wanted
     assert template.render(messages) == f"{wanted}ho<|im_end|>\n"
+    assert template.render(messages * 9999) == "<s>" + 9999 * f"{wanted[3:]}ho<|im_end|>\n"
 
 
-@pytest.mark.parametrize("source", hostile(), ids=lambda source: source[-40:])
-def test_hostile_template_is_refused_in_one_line(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("source", "said"), [*hostile()], ids=lambda text: text[-40:])
+def test_hostile_template_is_refused_in_one_line(source, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(template_sandbox, "MOST_UNITS", 2**20)
-    monkeypatch.setattr(template_sandbox, "LONGEST_VALUE", 2**19)
-    with pytest.raises(ArbError) as caught:
+    monkeypatch.setattr(template_sandbox, "SECONDS", 0.05 if "takes" in said else 60)
+    monkeypatch.setattr(template_sandbox, "MOST_BYTES", 2**29)
+    monkeypatch.setattr(template_sandbox, "MOST_CHARACTERS", 9999)
+    with pytest.raises(ArbError, match=re.escape(said)) as caught:
         ChatTemplate(source, "it", {}).render([{"role": "user", "content": "hi"}])
-    assert str(caught.value).startswith("`it` ")
-    assert "\n" not in str(caught.value)
+    assert re.fullmatch("`it` .*", str(caught.value))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("source", "problem"),
-    [("{{ a" + "<a" * 9999 + " }}", "more code than"), ("a" * (2**18 + 1), "262,144 characters")],
-    ids=["code", "text"],
-)
-def test_template_that_would_take_long_to_compile_is_refused(source, problem, tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
-    with pytest.raises(ArbError, match=f"is not a chat template: it has .*{problem}"):
-        find_template(tmp_path / "tokenizer.json")
+def test_filters_and_methods_open_no_file():
+    """Jinja and Python import some modules late: in the sandbox they are there from the start."""
+    from jinja2.filters import FILTERS
 
-
-def test_long_chat_has_the_budget_that_it_needs():
-    messages = [{"role": "user", "content": "hi" * 99}] * 9999
-    text = ChatTemplate(CHATML, "it", {"bos_token": ""}).render(messages)
-    assert len(text) == 9999 * len("<|im_start|>user\n<|im_end|>\n" + "hi" * 99)
-
-
-def test_namespace_is_written_without_its_values():
-    assert ChatTemplate("{{ namespace(x=messages) }}", "it", {}).render([]) == "<Namespace>"
-
-
-def test_nothing_makes_a_long_text_of_a_short_one_and_a_number():
-    """Whatever filters the installed Jinja has, and whatever methods strings have."""
-    filters = ChatTemplate("", "it", {})._template.environment.filters
-    calls = [f"'a\\nb' | {name}" for name in filters]
-    calls += [f"'a\\nb'.{name}" for name in dir(str) if name[0] != "_"]
-    assert len(calls) > 80
-    for call in calls:
+    calls = [f"| {name}" for name in FILTERS] + [f".{name}" for name in dir(str) if name[0] != "_"]
+    refusals = []
+    for call in [call + arguments for call in calls for arguments in ("()", "(1)", "('utf-8')")]:
         try:
-            text = ChatTemplate("{{ " + call + "(1000000) }}", "it", {}).render([])
-        except ArbError:
-            continue
-        assert len(text) < 1000, call
+            ChatTemplate("{{ 'a\\nb'" + call + " }}", "it", {}).render([])
+        except ArbError as error:
+            refusals.append(str(error))
+    assert "open files" not in "\n".join(refusals)
+
+
+def test_sandbox_serves_threads_and_forks_and_outlives_interruptions(monkeypatch, tmp_path):
+    loops = "{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}"
+    template, endless = (ChatTemplate(s, "it", {}) for s in ("{{ messages[0].content }}", loops))
+
+    def write(number: int) -> None:
+        assert template.render([{"content": str(number)}]) == str(number)
+
+    with ThreadPoolExecutor(4) as threads:
+        writing = threads.map(write, range(400))
+        assert run_forked(lambda: [write(number) for number in range(99)], tmp_path / "log") == 0
+        assert list(writing) == [None] * 400
+    monkeypatch.setattr(template_sandbox, "SECONDS", 9999)
+    for name, value, error in (("PATIENCE", 0, ArbError), ("select", None, AttributeError)):
+        with monkeypatch.context() as patch:
+            patch.setattr(template_sandbox, name, value)
+            with pytest.raises(error):
+                endless.render([])
+        write(2)
+    monkeypatch.setattr(sys, "executable", "missing")
+    with pytest.raises(ArbError, match="cannot start `missing`"):
+        template_sandbox._Sandbox().answer("", None)
 
 
 def test_template_is_found_wherever_transformers_writes_it(tmp_path):
