@@ -358,7 +358,7 @@ def _take_rows(
     TASKS: tl.constexpr = (ROWS * SQUARES + WARPS - 1) // WARPS
     squares, zero = (), tl.zeros(thread.shape, tl.float32)
     if ROWS == 1:  # all groups at once, except those of the last turn, which some warps skip
-        FULL: tl.constexpr = GROUPS // WARPS
+        FULL: tl.constexpr = GROUPS // SQUARES
         row_squares = zero
         if FULL > 0:
             all_squares = _take_octets(
@@ -368,7 +368,7 @@ def _take_rows(
             for turn in tl.static_range(FULL):
                 row_squares += all_squares[turn]
         if FULL < TURNS:
-            some = ptx.warp_number() + WARPS * FULL < GROUPS if PTX else True
+            some = ptx.warp_number() + SQUARES * FULL < GROUPS if PTX else True
             if some:
                 row_squares += _take_octets(
                     x_ptr, totals_ptr, parts, K, x_at, tables_at, thread, FULL, 1,
