@@ -311,6 +311,8 @@ def _sum_of_squares(four):
 @triton.jit
 def _task_of(number, warp, ROWS: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr):
     """Compute the row and the first group of a warp's task; clamp to the last task."""
+    if ROWS == 1 and SQUARES == WARPS:
+        return 0, warp
     task = tl.minimum(warp + WARPS * number, ROWS * SQUARES - 1)
     return task // SQUARES if ROWS > 1 else 0, task % SQUARES
 
@@ -323,12 +325,15 @@ def _take_octets(
 ):  # fmt: skip
     """Round groups of eight from `first` on to shared memory, and return their squares."""
     TURNS: tl.constexpr = (GROUPS + SQUARES - 1) // SQUARES
+    # warps of a single row skip the groups beyond it: nothing to clamp or to mask
+    SKIPS: tl.constexpr = PTX and ROWS == 1 and SQUARES == WARPS
     octets, some, units, to, tables = (), (), (), (), ()
     # issue the loads of all groups before the first is used
     for k in tl.static_range(first, first + COUNT):
         row, group = _task_of(k // TURNS, thread // 32, ROWS, WARPS, SQUARES)
         group += SQUARES * (k % TURNS)
-        u = 32 * tl.minimum(group, GROUPS - 1) + thread % 32
+        clamped = tl.minimum(group, GROUPS - 1)
+        u = thread + 32 * WARPS * k if SKIPS else 32 * clamped + thread % 32
         octet = _load_x(x_ptr + row * (K // 4), totals_ptr, parts, u, K, WIDTH, WHOLE, PTX)
         octets, some, units = octets + (octet,), some + (group < GROUPS,), units + (u,)  # noqa: RUF005
         to, tables = to + (x_at + OF_ROW * row,), tables + (tables_at + OF_ROW * row,)  # noqa: RUF005
@@ -336,7 +341,7 @@ def _take_octets(
     squares = ()
     for k in tl.static_range(COUNT):
         octet_squares = _sum_of_squares(octets[k])
-        if GROUPS % SQUARES > 0:
+        if GROUPS % SQUARES > 0 and not SKIPS:
             octet_squares = tl.where(some[k], octet_squares, 0.0)
         squares = squares + (octet_squares,)  # noqa: RUF005
     return squares
@@ -368,7 +373,8 @@ def _take_rows(
             for turn in tl.static_range(FULL):
                 row_squares += all_squares[turn]
         if FULL < TURNS:
-            some = ptx.warp_number() + SQUARES * FULL < GROUPS if PTX else True
+            # compared as indices of eights, which are computed anyway
+            some = 32 * ptx.warp_number() + 32 * SQUARES * FULL < 32 * GROUPS if PTX else True
             if some:
                 row_squares += _take_octets(
                     x_ptr, totals_ptr, parts, K, x_at, tables_at, thread, FULL, 1,
@@ -420,19 +426,23 @@ def _mask_of(plane):
 
 
 @triton.jit
-def _multiply_four_blocks(codes, scales, x_at, tables_at, thread, PTX: tl.constexpr):
-    """Multiply 16 rows by four blocks of a single row of x; return sums of rows r and r + 8.
+def _multiply_row(
+    codes, scales, x_at, tables_at, block, thread, ABREAST: tl.constexpr, PTX: tl.constexpr
+):
+    """Multiply 16 rows by a step of a single row of x; return sums of rows r and r + 8.
 
-    Thread 4 r + c has all codes of the c-th block. A column of the instruction is of one of the
-    blocks, and x is 0 there for the threads of others.
+    With four blocks abreast, thread 4 r + c has all codes of the c-th block. A column of the
+    instruction is of one of the blocks, and x is 0 there for the threads of others. With one block,
+    a thread has its codes j = c.
     """
     r, c = thread // 4 % 8, thread % 4
     nothing = tl.zeros_like(thread)
-    is_mine = r // 2 == c
-    x_place = x_at + (2 * HALF * c + HALF * (r % 2))
+    is_mine = r // 2 == c if ABREAST == 4 else r < 2
+    own_block = block + (c if ABREAST == 4 else 0)
+    x_place = x_at + (2 * HALF * own_block + HALF * (r % 2) + (32 * c if ABREAST == 1 else 0))
     # integer sums of each plane, over the bytes j of the codes
     sums = ((nothing,) * 4,) * 4
-    for j in tl.static_range(4):
+    for j in tl.static_range(ABREAST):
         w = codes[j]
         x = ptx.read_four_where(x_place + 32 * j, is_mine, (nothing,) * 4, PTX)
         x = x + ptx.read_four_where(x_place + (32 * j + 16), is_mine, (nothing,) * 4, PTX)
@@ -444,8 +454,8 @@ def _multiply_four_blocks(codes, scales, x_at, tables_at, thread, PTX: tl.conste
             added = added + (plane_sum,)  # noqa: RUF005
         sums = added
     # upper and lower bytes of x, minus its sum for codes T + 1, times scale and unit of a plane
-    totals = ptx.read_four(tables_at + TABLE * c, PTX)
-    units = ptx.read_four(tables_at + (TABLE * c + 16), PTX)
+    totals = ptx.read_four(tables_at + TABLE * own_block, PTX)
+    units = ptx.read_four(tables_at + (TABLE * own_block + 16), PTX)
     upper, lower = tl.zeros(thread.shape, tl.float32), tl.zeros(thread.shape, tl.float32)
     for i in tl.static_range(4):
         four, unit = sums[i], units[i].to(tl.float32, bitcast=True)
@@ -453,9 +463,10 @@ def _multiply_four_blocks(codes, scales, x_at, tables_at, thread, PTX: tl.conste
         lower_sum = (four[2] << 8) + (four[3] - totals[i])
         upper += upper_sum.to(tl.float32) * (ptx.unpair(scales[i // 2])[i % 2] * unit)
         lower += lower_sum.to(tl.float32) * (ptx.unpair(scales[2 + i // 2])[i % 2] * unit)
-    for turn in tl.static_range(2):  # over the four blocks
-        others = ptx.shuffle_xor(upper, 1 << turn, PTX), ptx.shuffle_xor(lower, 1 << turn, PTX)
-        upper, lower = upper + others[0], lower + others[1]
+    if ABREAST == 4:
+        for turn in tl.static_range(2):  # over the four blocks
+            others = ptx.shuffle_xor(upper, 1 << turn, PTX), ptx.shuffle_xor(lower, 1 << turn, PTX)
+            upper, lower = upper + others[0], lower + others[1]
     return upper, lower
 
 
@@ -547,16 +558,16 @@ def _multiply_block(
 @triton.jit
 def _do_step(
     codes, scales, step, sums_at, x_at, tables_at, thread,
-    ROWS: tl.constexpr, PER_TILE: tl.constexpr, ABREAST: tl.constexpr, SPREAD: tl.constexpr,
+    ROWS: tl.constexpr, PER_TILE: tl.constexpr, ABREAST: tl.constexpr, SINGLE: tl.constexpr,
     OF_ROW: tl.constexpr, OF_SUMS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Compute a warp's step for rows of x, and write its sums."""
     r, c = thread // 4 % 8, thread % 4
     block = step % PER_TILE * ABREAST
-    x_at, tables_at = x_at + 2 * HALF * block, tables_at + TABLE * block
-    if SPREAD:
-        sums = _multiply_four_blocks(codes, scales[0], x_at, tables_at, thread, PTX)
+    if SINGLE:
+        sums = _multiply_row(codes, scales[0], x_at, tables_at, block, thread, ABREAST, PTX)
     else:
+        x_at, tables_at = x_at + 2 * HALF * block, tables_at + TABLE * block
         all_sums = ()
         for b in tl.static_range(ABREAST):
             block_sums = _multiply_block(
@@ -565,14 +576,15 @@ def _do_step(
             )  # fmt: skip
             all_sums = all_sums + (block_sums,)  # noqa: RUF005
         sums = all_sums[0]
-        if ABREAST == 4:  # in the order of the shuffles of `_multiply_four_blocks`
+        if ABREAST == 4:  # in the order of the shuffles of `_multiply_row`
             sums = _sum_pairwise(
                 _sum_pairwise(all_sums[0], all_sums[1]), _sum_pairwise(all_sums[2], all_sums[3])
             )
     # sums of a step go to shared memory, where `_finish` adds those of a tile
     for k in tl.static_range(len(sums)):
         row = _ROWS_OF_INSTRUCTION * (k // 2) + c
-        at = sums_at + (OF_SUMS * row + SUMS * step + 4 * r + 32 * (k % 2))
+        row_at = OF_SUMS * row if ROWS > 1 else 0
+        at = sums_at + (row_at + SUMS * step + 4 * r + 32 * (k % 2))
         ptx.write_where(at, sums[k], row < ROWS, PTX)
 
 
@@ -616,16 +628,21 @@ def _finish(
 
 @triton.jit
 def _place_of(
-    unit, thread, first_tile, N, ROWS: tl.constexpr, HEIGHT: tl.constexpr, GATED: tl.constexpr
+    first, thread, first_tile, N, ROWS: tl.constexpr, HEIGHT: tl.constexpr, GATED: tl.constexpr
 ):
-    """Return row of x, tile, row of the tile and column of the result that a thread stores.
+    """Return row of x, tile, row of the tile, column of the result, and whether a thread stores it.
 
-    Sixteen threads store unit `unit`, a tile of a row of x.
+    Sixteen threads have a unit, a tile of a row of x, of those from `first` on.
     """
-    tile_index, row = unit % HEIGHT, thread % 16
+    UNITS: tl.constexpr = ROWS * HEIGHT
+    unit, row, row_of_x = first + thread // 16, thread % 16, 0
+    tile_index, stores = unit, unit < UNITS
+    if ROWS > 1:
+        unit = tl.minimum(unit, UNITS - 1)
+        row_of_x, tile_index = unit // HEIGHT, unit % HEIGHT
     n = (first_tile + tile_index) * (8 if GATED else 16) + (row % 8 if GATED else row)
-    stores = (n < N) & (row < (8 if GATED else 16))
-    return unit // HEIGHT if ROWS > 1 else 0, tile_index, row, n, stores
+    stores = stores & (n < N) & (row < (8 if GATED else 16))
+    return row_of_x, tile_index, row, n, stores
 
 
 @triton.jit(do_not_specialize=["N", "K", "tiles", "max_parts", "span"])
@@ -661,7 +678,7 @@ def _row_matmul_kernel(
             block = tl.minimum(step % PER_TILE * ABREAST + (c if SPREAD else b), BLOCKS - 1)
             piece = pieces_ptr + ((tile * BLOCKS + block).to(tl.int64) * (PIECE_BYTES // 8) + 2 * r)
             step_codes = step_codes + (ptx.load_constant(piece + 16 * (b if SPREAD else c), PTX),)  # noqa: RUF005
-            if b == 0 or not SPREAD:
+            if b == ABREAST - 1 or not SPREAD:  # scales of a block after its codes
                 scales_of_step = scales_of_step + (ptx.load_constant(piece + 64, PTX),)  # noqa: RUF005
         codes, scales = codes + (step_codes,), scales + (scales_of_step,)  # noqa: RUF005
 
@@ -670,6 +687,11 @@ def _row_matmul_kernel(
     tables_at = x_at + 2 * HALF * WIDE
     sums_at = x_at + OF_ROW * ROWS
     squares_at = sums_at + OF_SUMS * ROWS
+    # places of the results of a thread, before the wait: see `_place_of`
+    places = ()
+    for first in tl.static_range(0, UNITS, 2 * WARPS):
+        place = _place_of(first, thread, first_tile, N, ROWS, HEIGHT, GATED)
+        places = places + (place,)  # noqa: RUF005
     parts = 1
     if WIDTH > 0:
         parts = tl.minimum(tl.cdiv(tl.load(position_ptr) + 1, span), max_parts)
@@ -685,8 +707,7 @@ def _row_matmul_kernel(
         # load what is added to the results, while x is on its way
         added = ()
         for first in tl.static_range(0, UNITS, 2 * WARPS):
-            unit = tl.minimum(first + thread // 16, UNITS - 1)
-            row_of_x, _, _, n, stores = _place_of(unit, thread, first_tile, N, ROWS, HEIGHT, GATED)
+            row_of_x, _, _, n, stores = places[first // (2 * WARPS)]
             unit_addend = tl.zeros(thread.shape, tl.float32)
             if ADD:
                 unit_addend = tl.load(
@@ -709,18 +730,15 @@ def _row_matmul_kernel(
                 _do_step(
                     codes[turn // WARPS], scales[turn // WARPS],
                     tl.minimum(warp + turn, STEPS - 1), sums_at, x_at, tables_at, thread,
-                    ROWS, PER_TILE, ABREAST, SPREAD, OF_ROW, OF_SUMS, PTX,
+                    ROWS, PER_TILE, ABREAST, M == 1, OF_ROW, OF_SUMS, PTX,
                 )  # fmt: skip
         tl.debug_barrier()
         # sum the steps, and store
         for first in tl.static_range(0, UNITS, 2 * WARPS):
             finishes = ptx.warp_number() * 2 + first < UNITS if PTX else True
             if finishes:
-                unit = tl.minimum(first + thread // 16, UNITS - 1)
-                row_of_x, tile_index, row, n, stores = _place_of(
-                    unit, thread, first_tile, N, ROWS, HEIGHT, GATED
-                )
-                stores &= first + thread // 16 < UNITS
+                row_of_x, tile_index, row, n, stores = places[first // (2 * WARPS)]
+                tile_index = tl.minimum(tile_index, HEIGHT - 1)
                 y = _finish(
                     sums_at + (OF_SUMS * row_of_x + SUMS * PER_TILE * tile_index + 4 * row),
                     squares_at + 4 * _padded(SQUARES) * row_of_x, share, eps,
