@@ -2,11 +2,12 @@
 
 import dataclasses
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from arbcli.base.errors import ArbError
@@ -107,59 +108,56 @@ def audit_memory(
     if ranks is not None:
         settings = {"accum": ranks, "processes": ranks} | settings
     opt.check_settings(settings)
+    report: DecodingAudit | WhatIfReport | RanksReport | FitReport | AuditReport
+    shown: RenderableType
     with LiveLine() as line:
         line.show_wait("loading")
         # slow to import, and not needed for `arb --help`
         from arbcli.inspect import audit, memory
         from arbcli.training.configure import new_config
 
-    if budget is not None and (device or "").startswith("cuda"):
-        config = audit.config_of_any_gpu(**settings)
-    else:
-        config = new_config(**settings, device=device, backend=backend)
-    if decode is not None:
-        from arbcli.inspect.decoding import audit_decoding
-
-        decoding = audit_decoding(config, decode)
-        emit(decoding, _decoding_tables(decoding), as_json=as_json)
-        raise typer.Exit(0 if decoding.passed else 1)
-    if what_if:
-        choices = memory.what_if(config.model)
-        emit(choices, _what_if_table(choices), as_json=as_json)
-    elif ranks is not None:
-        if budget is not None:
-            from arbcli.inspect.ranks import predict_ranks
-
-            with LiveLine() as line:
-                shares = predict_ranks(config, ranks, budget, line.show_wait)
+        if budget is not None and (device or "").startswith("cuda"):
+            config = audit.config_of_any_gpu(**settings)
         else:
-            shares = _audit_ranks(config)
-        if rank == 0:
-            emit(shares, _ranks_table(shares), as_json=as_json)
-        raise typer.Exit(0 if shares.passed else 1)
-    elif budget is not None:
-        with LiveLine() as line:
-            fit = audit.check_fit(config, budget, line.show_wait)
-        emit(fit, _fit_table(fit), as_json=as_json)
-        raise typer.Exit(0 if fit.fits else 1)
-    else:
+            config = new_config(**settings, device=device, backend=backend)
         if snapshot is not None and config.device == "cpu":
             raise ArbError(
                 "`--snapshot` records the CUDA allocator, and this run is on the CPU",
                 "leave it out, or use `--device cuda`",
             )
+        if decode is not None:
+            from arbcli.inspect.decoding import audit_decoding
 
-        with LiveLine() as line:
+            report = audit_decoding(config, decode)
+            shown = _decoding_tables(report)
+        elif what_if:
+            report = memory.what_if(config.model)
+            shown = _what_if_table(report)
+        elif ranks is not None and budget is not None:
+            from arbcli.inspect.ranks import predict_ranks
 
-            def show_prediction(predicted: "PeakReport") -> None:
-                state, peak = bytes_text(predicted.state_bytes), bytes_text(predicted.peak_bytes)
-                text = f"predicted: {state} of state, a peak of {peak}; measuring {steps} steps"
-                line.show(text, keep=True)
-
+            report = predict_ranks(config, ranks, budget, line.show_wait)
+            shown = _ranks_table(report)
+        elif ranks is not None:
+            report = _audit_ranks(config)
+            shown = _ranks_table(report)
+        elif budget is not None:
+            report = audit.check_fit(config, budget, line.show_wait)
+            shown = _fit_table(report)
+        else:
             line.show_wait("predicting")
-            report = audit.audit(config, snapshot, show_prediction, line.show_wait, floats=floats)
-        emit(report, _audit_tables(report), as_json=as_json)
-        raise typer.Exit(0 if report.passed else 1)
+            predicted = partial(_show_prediction, line, steps)
+            report = audit.audit(config, snapshot, predicted, line.show_wait, floats=floats)
+            shown = _audit_tables(report)
+    if rank == 0:
+        emit(report, shown, as_json=as_json)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _show_prediction(line: LiveLine, steps: int, predicted: "PeakReport") -> None:
+    state, peak = bytes_text(predicted.state_bytes), bytes_text(predicted.peak_bytes)
+    text = f"predicted: {state} of state, a peak of {peak}; measuring {steps} steps"
+    line.show(text, keep=True)
 
 
 def _settings_of_run(run: Path, changes: dict[str, Any]) -> dict[str, Any]:

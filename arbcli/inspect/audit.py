@@ -50,6 +50,11 @@ class FitReport:
     seconds: float
     """Duration of the prediction."""
 
+    @property
+    def passed(self) -> bool:
+        """Whether the step fits."""
+        return self.fits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
