@@ -27,7 +27,7 @@ from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, ROOTS, num_groups
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime.backend import uses_native
+from arbcli.kernels.runtime.backend import backend_of
 from arbcli.model.layers.vector import SCALE_OF_ZERO, VectorWeight
 from arbcli.model.packed import TernaryTensor
 
@@ -219,7 +219,7 @@ def round_weights(weight: Tensor, group_size: int, grid: Grid, own_grid: bool = 
         grid: the levels of its rule.
         own_grid: whether the weights may have been decoded by this package.
     """
-    if uses_native(weight) and not own_grid:
+    if backend_of(weight) == "native" and not own_grid:
         return _round_native(weight, group_size, grid)
     return _round_chunks(weight, group_size, ZERO, lambda part: _round_groups(part, grid, own_grid))
 

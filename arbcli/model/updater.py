@@ -33,7 +33,7 @@ from torch import Tensor
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.kernels.runtime.arguments import TensorOptions
-from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, backend_of
 from arbcli.kernels.update.gradient_gains import GradientGains, gradient_gains
 from arbcli.kernels.update.gradient_statistics import SignGradient, gradient_statistics
 from arbcli.model.optimizers.base import Direction, FactoredUpdate, transform
@@ -223,7 +223,12 @@ class Updater:
     def _merges(self, tensor: TernaryTensor) -> bool:
         """Return whether matrices of a tensor step in merged launches: small ones on a GPU."""
         small = tensor.matrix_rows * tensor.in_features < LARGE_ELEMENTS
-        return small and tensor.rule.merges and self._held_bytes > 0 and uses_triton(tensor.trits)
+        return (
+            small
+            and tensor.rule.merges
+            and self._held_bytes > 0
+            and backend_of(tensor.trits) == "triton"
+        )
 
     @torch.no_grad()
     def step_held(self) -> None:

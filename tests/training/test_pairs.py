@@ -153,7 +153,7 @@ def check_row(config: TrainConfig, processes: int, texts, folder, monkeypatch) -
     goes_on = (config, texts, config.steps - MIDDLE, saved)
     if processes == 1:
         # gradients wait for others, as on a GPU, and step one by one all the same
-        monkeypatch.setattr(updater, "uses_triton", lambda tensor: True)
+        monkeypatch.setattr(updater, "backend_of", lambda tensor: "triton")
         monkeypatch.setattr(merged, "merge_launches", lambda parts, _: [part() for part in parts])
         outcomes = [trained(Group(), *goes_on)]
     else:

@@ -35,7 +35,7 @@ from arbcli.kernels.attention.decode_attention import rotated_torch
 from arbcli.kernels.runtime import ptx
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import compiled_check, declared
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.backend import backend_of
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -415,7 +415,7 @@ def fits_parts(qkv: Tensor) -> bool:
     Args:
         qkv: (..., d), the byte's query, key and value.
     """
-    return fits_heads(qkv) and uses_triton(qkv) and torch.version.hip is None
+    return fits_heads(qkv) and backend_of(qkv) == "triton" and torch.version.hip is None
 
 
 def fits_heads(qkv: Tensor) -> bool:

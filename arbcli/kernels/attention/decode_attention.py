@@ -45,7 +45,7 @@ from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_native
+from arbcli.kernels.runtime.backend import backend_of
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import text_by_text
@@ -417,7 +417,7 @@ def decode_attention(
 
 def count_on_(position: Tensor, length: int) -> None:
     """Add `length` to a position, an int32 scalar tensor, in place."""
-    if uses_native(position):
+    if backend_of(position) == "native":
         native.call("count", position, length)
     else:
         position += length

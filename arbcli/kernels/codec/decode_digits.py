@@ -14,7 +14,7 @@ from arbcli.kernels.codec.packing import first_digit, has_planes, take_trit, unp
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
-from arbcli.kernels.runtime.backend import uses_native
+from arbcli.kernels.runtime.backend import backend_of
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.ptx import HAS_PTX
 
@@ -88,7 +88,7 @@ def decode_digits(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor
             float32.
     """
     DECODE_DIGITS.check(packed, dtype)
-    run = decode_digits_native if uses_native(packed.trits) else decode_digits_torch
+    run = decode_digits_native if backend_of(packed.trits) == "native" else decode_digits_torch
     return run(packed, dtype)
 
 

@@ -34,7 +34,7 @@ from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.matmul import swizzled
 from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS, multiply_prepacked
 from arbcli.kernels.runtime.arguments import compiled_check, declared
-from arbcli.kernels.runtime.backend import uses_native
+from arbcli.kernels.runtime.backend import backend_of
 from arbcli.kernels.runtime.operation import Operation
 
 LARGEST_Z = 127
@@ -182,7 +182,7 @@ def int8_matmul(
         ValueError: a dtype or a shape does not fit.
     """
     inputs = x, *weight, eps, added, dtype or x.dtype
-    is_native = weight.pieces.dtype == torch.int8 and uses_native(x)
+    is_native = weight.pieces.dtype == torch.int8 and backend_of(x) == "native"
     (_check_lanes if is_native else INT8_MATMUL.check)(*inputs)
     return INT8_MATMUL.chosen(x)(*inputs)
 

@@ -36,7 +36,7 @@ from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.matmul import swizzled
 from arbcli.kernels.runtime._triton import tl
 from arbcli.kernels.runtime.arguments import compiled_check, declared
-from arbcli.kernels.runtime.backend import uses_native
+from arbcli.kernels.runtime.backend import backend_of
 
 BLOCK = 4 * PLANE
 """Number of columns per piece."""
@@ -89,7 +89,7 @@ def prepack(packed: Packed, gated: bool = False) -> Prepacked:
     tiles, blocks = -(-rows // height), -(-packed.in_features // BLOCK)
     shape, device = (tiles, blocks, CODE_BYTES + SCALE_BYTES), packed.trits.device
     pieces = torch.empty(shape, dtype=torch.uint8, device=device)
-    if uses_native(packed.trits):
+    if backend_of(packed.trits) == "native":
         swizzled.arrange_native(packed, pieces, None, gated)
         return Prepacked(pieces, rows, packed.in_features, gated)
     limit = max(1, PREPACKED_AT_ONCE // (swizzled.ROWS * BLOCK * blocks))

@@ -55,7 +55,7 @@ from arbcli.kernels.matmul.prepacked import (
 from arbcli.kernels.matmul.swizzled import MOST_ROWS, few_rows_fit
 from arbcli.kernels.runtime import ptx
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import num_processors, uses_triton
+from arbcli.kernels.runtime.backend import backend_of, num_processors
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -881,7 +881,7 @@ def row_matmul(
     ROW_MATMUL.check(row, *inputs)
     if isinstance(x, AttentionParts):
         x.check()
-    if uses_triton(row):
+    if backend_of(row) == "triton":
         return _row_matmul_triton(x, *inputs, early)
     return ROW_MATMUL.chosen(row)(x, *inputs)
 

@@ -16,7 +16,7 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, compiled_check, declared
-from arbcli.kernels.runtime.backend import uses_native, uses_triton
+from arbcli.kernels.runtime.backend import backend_of
 
 ROWS = 16
 """Rows per piece."""
@@ -50,10 +50,10 @@ def fits_prepacked(x: Tensor, group_size: int) -> bool:
         group_size: number of weights per scale.
     """
     fits = x.shape[2] % 8 == 0 and group_size % PLANE == 0
-    if uses_native(x):
+    if backend_of(x) == "native":
         return fits and (len(x) == 1 or x.shape[1] == 1)
     step = x.dtype == torch.bfloat16 and x.shape[1] == 1
-    return fits and step and uses_triton(x) and torch.version.hip is None
+    return fits and step and backend_of(x) == "triton" and torch.version.hip is None
 
 
 @triton.jit
@@ -128,8 +128,8 @@ def few_rows_of(pieces: str) -> str:
 def few_rows_fit(limit: int) -> tuple[str, ...]:
     """Return the conditions on up to `limit` rows; on a CPU float32 and more rows are allowed."""
     return (
-        "x.dtype == torch.bfloat16 or uses_native(x)",
-        "M == 1" if limit == 1 else f"M > 0 and (M <= {limit} or uses_native(x))",
+        "x.dtype == torch.bfloat16 or backend_of(x) == 'native'",
+        "M == 1" if limit == 1 else f"M > 0 and (M <= {limit} or backend_of(x) == 'native')",
         "in_features % 8 == 0",
         DTYPE_IS_REAL,
         "added is None or added.dtype == dtype",

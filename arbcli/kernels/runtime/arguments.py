@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.layout import row_bytes
-from arbcli.kernels.runtime.backend import uses_native
+from arbcli.kernels.runtime.backend import backend_of
 
 FUNCTIONS = {
     "torch": torch, "row_bytes": row_bytes, "min": min, "max": max, "len": len,
-    "uses_native": uses_native,
+    "backend_of": backend_of,
 }  # fmt: skip
 """Functions that expressions may call."""
 REAL = (torch.float32, torch.bfloat16)

@@ -1,6 +1,6 @@
 """Selection of the backend that runs the kernels."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TypeVar
@@ -103,25 +103,13 @@ def use_backend(name: str | None) -> Iterator[None]:
         _forced = previous
 
 
-def uses_triton(tensor: Tensor) -> bool:
-    """Return whether an operation on `tensor` launches a Triton kernel, compiled or interpreted."""
-    return (_forced or default_backend(tensor.device)) in ("triton", "interpreter")
+def backend_of(tensor: Tensor) -> str:
+    """Return the backend of operations on `tensor`: `triton`, also if interpreted, or another.
 
-
-def uses_native(tensor: Tensor) -> bool:
-    """Return whether an operation on `tensor` uses its loop of the `native` backend, if it has one.
-
-    Otherwise it uses torch operations, unless it launches a Triton kernel.
+    An operation without a loop of the `native` backend uses torch operations there.
     """
-    return (_forced or default_backend(tensor.device)) == "native"
-
-
-def choose(tensor: Tensor, triton: Callable, torch: Callable, native: Callable) -> Callable:
-    """Select the implementation of an operation on `tensor` from those of the backends."""
     backend = _forced or default_backend(tensor.device)
-    if backend == "native":
-        return native
-    return torch if backend == "torch" else triton
+    return "triton" if backend == "interpreter" else backend
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from torch import Tensor
 
 from arbcli.kernels.runtime.arguments import Arguments, Matrix, Number, compiled_check, declared
-from arbcli.kernels.runtime.backend import choose
+from arbcli.kernels.runtime.backend import backend_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,9 +66,8 @@ class Operation(Generic[P, R]):
         self.check(*inputs, **named)
         first: Any = inputs[self.first]
         tensor = first.trits if self.packed_first else first
-        run = choose(tensor, self.triton, self.torch, self.native or self.torch)
-        return run(*inputs, **named)
+        return self.chosen(tensor)(*inputs, **named)
 
     def chosen(self, tensor: Tensor) -> Callable[P, R]:
         """Choose the implementation for a tensor."""
-        return choose(tensor, self.triton, self.torch, self.native or self.torch)
+        return getattr(self, backend_of(tensor)) or self.torch

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.arguments import compiled_check, declared
-from arbcli.kernels.runtime.backend import uses_native
+from arbcli.kernels.runtime.backend import backend_of
 
 LEAST_TRACE = torch.finfo(torch.float32).tiny
 """Minimum trace of X X.T, so that its divisor is in the range of float32."""
@@ -88,6 +88,6 @@ def gram_inverses(x: Tensor, shifts: tuple[float, ...], weights: tuple[float, ..
         ValueError: the dtype or a shape does not fit.
     """
     _check(x, shifts, weights)
-    if uses_native(x) and x.shape[-2] <= NATIVE_ROWS:
+    if backend_of(x) == "native" and x.shape[-2] <= NATIVE_ROWS:
         return _gram_inverses_native(x, shifts, weights)
     return _gram_inverses_torch(x, shifts, weights)

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import described, tl, triton
-from arbcli.kernels.runtime.backend import capability, num_processors, uses_triton
+from arbcli.kernels.runtime.backend import backend_of, capability, num_processors
 from arbcli.kernels.runtime.operation import Operation
 
 HOPPER = (9, 0)
@@ -331,7 +331,7 @@ def _faster_gram_polynomial(a: Tensor, alpha: float, beta: float, gamma: float) 
 
 def _pays(x: Tensor, has_addend: bool) -> bool:
     """Whether the kernel is faster than the matrix library; an addend is the polynomial's."""
-    if not (uses_triton(x) and _fits(x)):
+    if not (backend_of(x) == "triton" and _fits(x)):
         return False
     matrices, (n, m) = x.shape[:-2].numel(), x.shape[-2:]
     if n <= SMALL_ROWS:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.backend import backend_of
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.runtime.operation import Operation
 
@@ -68,7 +68,7 @@ def unit_moments(moments: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
     """Divide several moments, by one launch; each is given as to `unit_moment`."""
     runs = [partial(unit_moment, *inputs) for inputs in moments]
     first, *_ = runs[0].args
-    if uses_triton(first):
+    if backend_of(first) == "triton":
         merge_launches(runs, first.device)
     else:
         for run in runs:

@@ -9,7 +9,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, unpack_qkv
-from arbcli.kernels.runtime.backend import capability, uses_triton
+from arbcli.kernels.runtime.backend import backend_of, capability
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import Angles, rotary_norm
 
@@ -64,7 +64,7 @@ def attend_rotated(qkv: Tensor, angles: Angles) -> Tensor:
         (B, heads, T, d).
     """
     q, *_ = unpack_qkv(qkv)
-    if torch.compiler.is_compiling() or not (_takes_cudnn(q) and uses_triton(qkv)):
+    if torch.compiler.is_compiling() or not (_takes_cudnn(q) and backend_of(qkv) == "triton"):
         return attend_causally(*rotary_norm(qkv, angles))
     return _RotaryAttention.apply(qkv, *angles)
 
@@ -184,7 +184,11 @@ class _CausalAttention(Function):
             flash_attention_backward,
         )
 
-        backward = causal_attention_backward if uses_triton(grad_y) else flash_attention_backward
+        backward = (
+            causal_attention_backward
+            if backend_of(grad_y) == "triton"
+            else flash_attention_backward
+        )
         return backward(grad_y, *ctx.saved_tensors)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from arbcli.kernels.attention.dropped_attention import dropped_attention, dropped_attention_backward
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.backend import backend_of
 from arbcli.model.layers.attend import positions_seen
 from arbcli.model.layers.dropout import Mask, dropout
 
@@ -48,7 +48,7 @@ def attend_dropped(
     length, width = q.shape[2:]
     fits = FUSED_WIDTHS[0] <= width <= FUSED_WIDTHS[1] and width & (width - 1) == 0
     is_plain = seen is None and sink is None and scale is None
-    if fits and is_plain and not torch.compiler.is_compiling() and uses_triton(q):
+    if fits and is_plain and not torch.compiler.is_compiling() and backend_of(q) == "triton":
         return _DroppedAttention.apply(q, k, v, *mask)
     if seen is None:
         seen = positions_seen(length, None, True, q.device)

@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.runtime.backend import backend_of
 from arbcli.model.initial import inner_lr_factor, projection_std
 from arbcli.model.layers import products
 from arbcli.model.layers.compiled import anchor, operator
@@ -70,7 +71,7 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
     def product_for(self, rows: Tensor) -> products.Product:
         """Choose the product of activations (M, K), or of a gradient (M, N)."""
         return products.choose_product(
-            self.storage, len(rows) > products.FEW_ROWS, rows.dtype, products.backend_of(rows),
+            self.storage, len(rows) > products.FEW_ROWS, rows.dtype, backend_of(rows),
             self.number_format, self.group is not None, self._keeps,
         )  # fmt: skip
 
@@ -365,7 +366,7 @@ class TernaryLinear(DecodingLayer):
         weight, rows, texts = self.weight, 1, 1
         if isinstance(x, Tensor):
             rows, texts = x.numel() // x.shape[-1], len(x)
-        backend = products.backend_of(x if isinstance(x, Tensor) else x.values)
+        backend = backend_of(x if isinstance(x, Tensor) else x.values)
         return products.choose_fused(weight.storage, weight.in_features, rows, texts == 1, backend)
 
     @torch.no_grad()

@@ -22,7 +22,6 @@ from arbcli.base.lazy import imported
 from arbcli.families import FOUR_BIT_PRODUCTS
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.kernels.runtime.arguments import dtype_name
-from arbcli.kernels.runtime.backend import uses_native, uses_triton
 
 if TYPE_CHECKING:
     from arbcli.model.layers.linear import LinearWeight
@@ -103,13 +102,6 @@ class KeptProduct(Product):
         return x @ weight.kept(x.dtype).T
 
 
-def backend_of(tensor: Tensor) -> str:
-    """Return the backend of operations on a tensor; the interpreter is `triton`."""
-    if uses_triton(tensor):
-        return "triton"
-    return "native" if uses_native(tensor) else "torch"
-
-
 @cache
 def choose_product(
     storage: str, many: bool, dtype: torch.dtype, backend: str,
@@ -121,7 +113,7 @@ def choose_product(
         storage: `trits` or `int8`.
         many: whether there are more than `FEW_ROWS` rows.
         dtype: dtype of the rows.
-        backend: as `backend_of` names it.
+        backend: see `arbcli.kernels.runtime.backend.backend_of`.
         number_format: format of products of many rows: a key of `FORMATS`, or `bf16`.
         grouped: whether a launch decodes several matrices, with this one among them.
         kept: whether backends other than `triton` keep the decoded matrix.

@@ -19,7 +19,7 @@ from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.output.symbol_losses import add_symbols_, grade_symbols_
 from arbcli.kernels.rows.table_rows import scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.backend import backend_of
 from arbcli.model.initial import head_lr_factor, head_std
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
@@ -271,7 +271,7 @@ def _are_ids(source: Scored | Graded | Tensor) -> bool:
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to a float32 sum: on a GPU in the product, which is not rounded before."""
-    if a.dtype != torch.float32 and uses_triton(a) and not a.is_cpu:
+    if a.dtype != torch.float32 and backend_of(a) == "triton" and not a.is_cpu:
         if not a.is_meta:  # for which torch 2.11 cannot trace it; it allocates nothing
             torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:

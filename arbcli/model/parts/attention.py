@@ -42,7 +42,7 @@ from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.families import SPECULATIVE_ATTENTION
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.backend import backend_of
 from arbcli.model.initial import output_std
 from arbcli.model.layers import attend
 from arbcli.model.layers.kinds import layers_for
@@ -370,7 +370,7 @@ class KVCache(State):
         """
         if self.clock.texts is not None or self.exponents is not None or self.short:
             return False
-        return uses_triton(qkv) and import_module(SPLIT_ATTENTION).fits_parts(qkv)
+        return backend_of(qkv) == "triton" and import_module(SPLIT_ATTENTION).fits_parts(qkv)
 
     def attend_in_parts(self, qkv: Tensor) -> "AttentionParts":
         """Run split-KV `attend_one` for a single text, without the final reduction.

@@ -16,7 +16,7 @@ from checked import assert_as_wanted
 
 from arbcli.base.errors import ArbError
 from arbcli.kernels.runtime import native, native_library
-from arbcli.kernels.runtime.backend import check_backend, default_backend, use_backend, uses_native
+from arbcli.kernels.runtime.backend import backend_of, check_backend, default_backend, use_backend
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.check_kernels import copies
 from arbcli.verify.compare import as_tuple, poisoned
@@ -46,9 +46,9 @@ def one_loop(afresh, monkeypatch, tmp_path):
 @compiled
 def test_native_backend_is_the_default_on_a_cpu():
     assert default_backend(CPU) == "native"
-    assert uses_native(torch.empty(0))
+    assert backend_of(torch.empty(0)) == "native"
     with use_backend("torch"):
-        assert not uses_native(torch.empty(0))
+        assert backend_of(torch.empty(0)) != "native"
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.kernels.runtime import ptx
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import compiled_check, declared
-from arbcli.kernels.runtime.backend import num_processors, uses_triton
+from arbcli.kernels.runtime.backend import backend_of, num_processors
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -524,7 +524,7 @@ def keep_accepted_(table: Table, position: Tensor, accepted: Tensor) -> None:
     """
     for rings in table.rings:
         KEEP_ACCEPTED.check(*rings, position, accepted)
-    if uses_triton(table.addresses):
+    if backend_of(table.addresses) == "triton":
         _keep_accepted_triton(table, position, accepted)
     else:
         _keep_accepted_torch(table.rings, position, accepted)
