@@ -49,7 +49,6 @@ class FloatTensors(Storages):
     def __init__(self, device: torch.device, model: Module) -> None:
         super().__init__(device)
         self.stage, self._model, self._within = "forward", model, [OUTSIDE]
-        self._kept: dict[int, FloatTensor] = {}
         self._kinds: Counter[FloatTensor] = Counter()
         """All that were allocated, in the order of the first of each kind."""
 
@@ -72,7 +71,7 @@ class FloatTensors(Storages):
 
     def report(self) -> tuple[FloatTensor, ...]:
         """List the float tensors in the order of their allocation; those alive now survive."""
-        alive = Counter(self._kept.values())
+        alive = Counter(self.alive.values())
         kinds = (
             dataclasses.replace(kind, survives=survives, count=count)
             for kind, allocated in self._kinds.items()
@@ -80,25 +79,22 @@ class FloatTensors(Storages):
         )
         return tuple(kind for kind in kinds if kind.count)
 
-    def on_alloc(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
+    def on_alloc(self, tensor: Tensor, size: int, op: Any) -> FloatTensor | None:
         """Record a storage of floats."""
-        if tensor.is_floating_point() or tensor.is_complex():
-            kind = FloatTensor(
-                module=self._within[-1],
-                stage=self.stage,
-                made_in=calling_function(),
-                dtype=dtype_name(tensor.dtype),
-                shape=tuple(tensor.shape),
-                bytes=size,
-                survives=True,
-                count=1,
-            )
-            self._kept[key] = kind
-            self._kinds[kind] += 1
-
-    def on_free(self, key: int) -> None:
-        """Record the end of a storage."""
-        self._kept.pop(key, None)
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return None
+        kind = FloatTensor(
+            module=self._within[-1],
+            stage=self.stage,
+            made_in=calling_function(),
+            dtype=dtype_name(tensor.dtype),
+            shape=tuple(tensor.shape),
+            bytes=size,
+            survives=True,
+            count=1,
+        )
+        self._kinds[kind] += 1
+        return kind
 
     def _enter(self, name: str, _module: Module, _inputs: Any) -> None:
         if self.stage == "end":  # the next micro-batch

@@ -119,14 +119,9 @@ class _Trace(Storages):
         self.memory: Allocator | _Total = Allocator() if self.uses_gpu else _Total()
         self.parts = dict.fromkeys(("state", "saved", "transient", "constant"), 0)
         self.peak, self.peak_parts, self.at = 0, self.parts, ""
-        self._allocations: dict[int, _Allocation] = {}
-        self._allocations_at_peak: dict[int, _Allocation] = {}
-        """All that is allocated, and was at the peak, by number."""
-        self._number = 0
-        """Number of allocations."""
+        self._workspaces: dict[tuple[int, bool, bool], _Allocation] = {}
+        self._allocations_at_peak: list[_Allocation] = []
         self.loading = True
-        self._blocks: dict[int, _Allocation] = {}
-        self._workspaces: set[tuple[Any, bool, bool]] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -151,34 +146,32 @@ class _Trace(Storages):
             captured = isinstance(self.memory, Allocator) and self.memory.is_capturing
             workspace = (WORKSPACES[func], self._runs_backward, captured)
             if workspace not in self._workspaces:
-                self._workspaces.add(workspace)
-                self._take(WORKSPACES[func], func, "constant")
+                self._workspaces[workspace] = self._take(WORKSPACES[func], func, "constant")
         return result
 
-    def on_alloc(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
+    def on_alloc(self, tensor: Tensor, size: int, op: Any) -> "_Allocation":
         """Allocate memory for a storage."""
-        dtype = dtype_name(tensor.dtype)
-        self._blocks[key] = self._take(size, op, tensor=f"{dtype} {_shape_text(tensor)}")
+        shape = "x".join(map(str, tensor.shape))
+        return self._take(size, op, tensor=f"{dtype_name(tensor.dtype)} {shape}")
 
-    def on_free(self, key: int) -> None:
+    def on_free(self, storage: "_Allocation") -> None:
         """Free the memory of a storage."""
-        self._give(self._blocks.pop(key))
+        self.memory.release(storage.block)
+        self.parts[storage.part] -= storage.size
 
     def end_stage(self) -> None:
         """End the loading, or a step: storages that are newly alive are constant."""
         self.loading = False
-        for key, allocation in self._blocks.items():
+        for key, allocation in self.alive.items():
             if allocation.part in ("saved", "transient"):
                 self.parts[allocation.part] -= allocation.size
                 self.parts["constant"] += allocation.size
-                self._blocks[key] = self._allocations[allocation.number] = allocation._replace(
-                    part="constant"
-                )
+                self.alive[key] = allocation._replace(part="constant")
 
     def live(self) -> tuple[AtPeak, ...]:
         """List the tensors alive at the peak, besides the state."""
         sizes: dict[tuple[str, str, str], list[int]] = {}
-        for made in self._allocations_at_peak.values():
+        for made in self._allocations_at_peak:
             if made.part != "state":
                 sizes.setdefault((made.part, made.made_in, made.tensor), []).append(made.size)
         rows = [
@@ -213,26 +206,18 @@ class _Trace(Storages):
         size = self.memory.allocated - before
         self.parts[part] += size
         function = "" if self.loading else calling_function()
-        self._number += 1
-        allocation = _Allocation(self._number, block, size, part, function, tensor)
-        self._allocations[allocation.number] = allocation
+        allocation = _Allocation(block, size, part, function, tensor)
         if not self.loading and self.memory.allocated >= self.peak:
             self.peak, self.peak_parts = self.memory.allocated, self.parts.copy()
-            self._allocations_at_peak = self._allocations.copy()
+            others = *self.alive.values(), *self._workspaces.values()
+            self._allocations_at_peak = [*others, allocation]
             self.at = f"{op} in {function}" if function == "autograd" else function
         return allocation
-
-    def _give(self, allocation: "_Allocation") -> None:
-        self.memory.release(allocation.block)
-        self.parts[allocation.part] -= allocation.size
-        del self._allocations[allocation.number]
 
 
 class _Allocation(NamedTuple):
     """An allocation."""
 
-    number: int
-    """Number of the allocation, from 1."""
     block: Any
     """Handle that the memory takes back."""
     size: int
@@ -241,10 +226,6 @@ class _Allocation(NamedTuple):
     made_in: str
     tensor: str
     """Dtype and shape, or empty."""
-
-
-def _shape_text(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape))
 
 
 class _AnyText(Text):

@@ -41,7 +41,9 @@ class Storages(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self._alive: dict[int, weakref.ref] = {}
+        self.alive: dict[int, Any] = {}
+        """What `on_alloc` returned for each counted storage that is alive, by its id."""
+        self._references: dict[int, weakref.ref] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -68,28 +70,27 @@ class Storages(TorchDispatchMode):
             if tensor.layout is torch.strided:
                 self._note(tensor, None, count=count)
 
-    def on_alloc(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
-        """Handle a new storage of `size` bytes, whose first tensor `op` returned."""
+    def on_alloc(self, tensor: Tensor, size: int, op: Any) -> Any:
+        """Handle a new storage of `size` bytes, whose first tensor `op` returned; describe it."""
         raise NotImplementedError
 
-    def on_free(self, key: int) -> None:
-        """Handle the end of a storage."""
-        raise NotImplementedError
+    def on_free(self, storage: Any) -> None:
+        """Handle the end of a storage, as `on_alloc` described it."""
 
     def _note(self, tensor: Tensor, op: Any, *, count: bool = True) -> None:
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
-        if key in self._alive or size == 0 or storage.device.type != self.device.type:
+        if key in self._references or size == 0 or storage.device.type != self.device.type:
             return
 
         def forget(_: weakref.ref) -> None:
-            del self._alive[key]
+            del self._references[key]
             if count:
-                self.on_free(key)
+                self.on_free(self.alive.pop(key))
 
-        self._alive[key] = weakref.ref(storage, forget)
+        self._references[key] = weakref.ref(storage, forget)
         if count:
-            self.on_alloc(key, tensor, size, op)
+            self.alive[key] = self.on_alloc(tensor, size, op)
 
 
 @contextmanager
@@ -126,21 +127,20 @@ class LiveTensors(Storages):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.bytes = self.stage_peak = 0
-        self._sizes: dict[int, int] = {}
 
     def start_stage(self) -> None:
         """Measure `stage_peak` anew."""
         self.stage_peak = self.bytes
 
-    def on_alloc(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
+    def on_alloc(self, tensor: Tensor, size: int, op: Any) -> int:
         """Count a storage."""
-        self._sizes[key] = size
         self.bytes += size
         self.stage_peak = max(self.stage_peak, self.bytes)
+        return size
 
-    def on_free(self, key: int) -> None:
-        """Stop counting a storage."""
-        self.bytes -= self._sizes.pop(key)
+    def on_free(self, storage: int) -> None:
+        """Stop counting a storage of so many bytes."""
+        self.bytes -= storage
 
 
 def calling_function() -> str:
