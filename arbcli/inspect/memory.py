@@ -125,17 +125,17 @@ def predict(config: ModelConfig) -> StateReport:
 
 def predict_run(config: TrainConfig) -> StateReport:
     """Count the weights and bytes of a run, which may have more state than its model."""
+    return _state(config.model, model_of_run(config))
+
+
+def model_of_run(config: TrainConfig) -> "LanguageModel":
+    """Build the packed model of a run on the meta device, with the state that the run adds."""
     model = _empty(config.model)
-    declare_run_state(model, config)
-    return _state(config.model, model)
-
-
-def declare_run_state(model: "LanguageModel", config: TrainConfig) -> None:
-    """Declare the state that a run has in addition to that of its model."""
     if config.reduce_dtype is not None:
         model.declare_wire()
     if config.weight_average:
         imported("arbcli.model.averages:declare_averages")(model)
+    return model
 
 
 def predict_parts(config: ModelConfig) -> ModelReport:

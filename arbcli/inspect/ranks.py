@@ -7,10 +7,8 @@ import torch
 
 from arbcli.config.training import TrainConfig
 from arbcli.inspect.audit import AuditReport, audit
-from arbcli.inspect.memory import declare_run_state
+from arbcli.inspect.memory import model_of_run, predict_run
 from arbcli.inspect.peak import PeakReport, predict_peak
-from arbcli.model.build import build_model
-from arbcli.model.packed import TernaryTensor
 from arbcli.training.parallel.group import Group
 from arbcli.training.parallel.owners import assign_owners, owner_buffers
 from arbcli.training.trainer import check_shares
@@ -104,14 +102,15 @@ def audit_ranks(config: TrainConfig, group: Group) -> RanksReport:
 
 def share_out(config: TrainConfig, size: int) -> list[Share]:
     """Compute the state of each of several processes between steps."""
-    tensors, state_bytes = _declared(config)
+    model = model_of_run(config)
+    tensors = [tensor for tensor in model.packed_tensors().values() if not tensor.frozen]
     owners = assign_owners(tensors, size)
     weights, owned_bytes = [0] * size, [0] * size
     for tensor in tensors:
         owner = owners[id(tensor)]
         weights[owner] += tensor.num_weights
         owned_bytes[owner] += sum(part.nbytes for part in owner_buffers(tensor).values())
-    replicated_bytes = state_bytes - sum(owned_bytes)
+    replicated_bytes = sum(buffer.nbytes for buffer in model.buffers()) - sum(owned_bytes)
     return [
         Share(
             rank=rank,
@@ -123,15 +122,6 @@ def share_out(config: TrainConfig, size: int) -> list[Share]:
     ]
 
 
-def _declared(config: TrainConfig) -> tuple[list[TernaryTensor], int]:
-    """Make the tensors that are stepped, without memory, and count the bytes of all state."""
-    with torch.device("meta"):
-        model = build_model(config.model)
-        declare_run_state(model, config)
-    tensors = [tensor for tensor in model.packed_tensors().values() if not tensor.frozen]
-    return tensors, sum(buffer.nbytes for buffer in model.buffers())
-
-
 def _report(config: TrainConfig, ranks: list[RankReport], budget: int | None) -> RanksReport:
     fits = budget is None or all(r.predicted_peak.evaluated_bytes <= budget for r in ranks)
     if config.reduce_dtype is None:
@@ -141,7 +131,7 @@ def _report(config: TrainConfig, ranks: list[RankReport], budget: int | None) ->
         batch=config.batch,
         accum=config.accum,
         reduce_dtype=config.reduce_dtype,
-        state_bytes=_declared(config)[1],
+        state_bytes=predict_run(config).total.state_bytes,
         budget_bytes=budget,
         ranks=tuple(ranks),
         passed=fits and all(rank.measured is None or rank.measured.passed for rank in ranks),
