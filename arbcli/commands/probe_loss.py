@@ -38,9 +38,7 @@ _PLOT = typer.Option(help="Plot residual stream, flips, loss, logits: .png, .pdf
 
 
 @combining({"--decode": ("--plot",)}, {"--field": "--data"})
-@opt.takes_settings(
-    "data", "val", "field", "data_format", "tokenizer", "batch", "lr", "seed", "compute"
-)
+@opt.takes_settings(*STEP_FIELDS, "tokenizer")
 def probe_loss(
     run: Annotated[Path | None, _RUN] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = STEPS,

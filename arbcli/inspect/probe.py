@@ -166,14 +166,13 @@ def examine(
         raise ArbError(
             "a probe reads plain text, and these are documents", "name a text with `--data`"
         )
-    ids, targets, *_ = held_out_batch(trainer.texts.val, 0, windows, context, device)
-    held_out = ids, targets
+    ids, targets = held_out_batch(trainer.texts.val, 0, windows, context, device)
     starts = [0, *(2**bit for bit in range((context - 1).bit_length()))]
     peak = 0
     with use_backend(config.backend), _live_counter(device) as live_bytes, _Watch(trainer) as watch:
-        acausal, acausal_layers = _count_acausal(trainer.model, held_out[0])
+        acausal, acausal_layers = _count_acausal(trainer.model, ids)
         before = _Stepped(None, None, None, live_bytes())
-        readings = [_read(trainer, watch, *held_out, starts, before)]
+        readings = [_read(trainer, watch, ids, targets, starts, before)]
         for number in range(1, steps + 1):
             progress(f"step {number} of {steps}")
             for tally in tallies:
@@ -184,8 +183,8 @@ def examine(
             peak = max(peak, peak_bytes(device))
             flips = sum([tally.finish(lr) for tally in tallies])
             stepped = _Stepped(lr, loss, flips / updater.num_weights, live_bytes())
-            readings.append(_read(trainer, watch, *held_out, starts, stepped))
-        chunks = _chunks(trainer.model, held_out[0])
+            readings.append(_read(trainer, watch, ids, targets, starts, stepped))
+        chunks = _chunks(trainer.model, ids)
     report = ProbeReport(
         passed=False,
         verdicts=(),
@@ -417,10 +416,7 @@ def _read(
         logit_max=numbers[2],
         logit_spread=numbers[4],
         prediction_entropy=numbers[3],
-        lr=stepped.lr,
-        loss=stepped.loss,
-        flip_share=stepped.flip_share,
-        live_bytes=stepped.live_bytes,
+        **stepped._asdict(),
     )
 
 
