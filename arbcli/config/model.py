@@ -282,17 +282,17 @@ class ModelConfig:
     )
     norm_gain: bool = False
     """Whether the norms before parts and before the head have trained gains."""
-    vocabulary: int = VOCABULARY
+    vocabulary: int = settings.setting(VOCABULARY, minimum=2)
     """Vocabulary size: 256 for bytes, else the number of tokens of a tokenizer."""
     norm_eps: float = NORM_EPS
     """Epsilon of all norms; values other than 1e-6 need gains in all norms."""
     tied: bool = False
     """Whether the head shares the weight of the embedding."""
-    embedding_direction: str | None = None
+    embedding_direction: str | None = settings.setting(None, choices=DIRECTIONS)
     """Direction of the embedding; None is `direction`."""
-    head_direction: str | None = None
+    head_direction: str | None = settings.setting(None, choices=DIRECTIONS)
     """Direction of the linear head; None is `direction`."""
-    symbol_digits: str | None = None
+    symbol_digits: str | None = settings.setting(None, choices=("all",))
     """`all` to multiply by all digits of the embedding and the head, when other weights are
     ternary; None is `digits`."""
 
@@ -339,7 +339,6 @@ class ModelConfig:
             self._check_norm_eps()
         if self.vocabulary != VOCABULARY:
             self._check_tokens()
-        settings.check_choice("objective", self.objective, OBJECTIVES)
         if self.objective in CHECKS_OF_OBJECTIVES:
             imported(CHECKS_OF_OBJECTIVES[self.objective])(self)
         for part in self.chunkings:
@@ -390,10 +389,8 @@ class ModelConfig:
                 fields=("direction",),
             )
         for field in ("embedding_direction", "head_direction"):
-            if (direction := getattr(self, field)) is None:
-                continue
-            settings.check_choice(field, direction, DIRECTIONS)
-            if self.weights != "ternary" or DIRECTION[self.rule] is None:
+            unused = self.weights != "ternary" or DIRECTION[self.rule] is None
+            if unused and getattr(self, field) is not None:
                 storage = "a float baseline" if self.weights != "ternary" else "the rule `votes`"
                 raise ArbError(f"{storage} takes no direction", f"leave `{field}` out")
         if self.head_direction and (self.tied or self.composite):
@@ -403,19 +400,13 @@ class ModelConfig:
                 "the rule `votes` has no learning rate, and cannot be combined with another rule",
                 f"use it for the whole model, or choose among: {', '.join(WITH_DIGITS)}",
             )
-        if self.symbol_digits is not None:
-            settings.check_choice("symbol_digits", self.symbol_digits, ("all",))
-            if self.rule not in WITH_DIGITS or not rules or self.composite:
-                raise setting_error(
-                    "`symbol_digits` needs an embedding and a linear head that store digits below"
-                    " the trit",
-                    f"leave it out, or use a rule of: {', '.join(WITH_DIGITS)}",
-                )
-        self._check_fixes()
-
-    def _check_fixes(self) -> None:
-        for name in self.votes_fixes:
-            settings.check_choice("votes_fixes", name, VOTES_FIXES)
+        stores_none = self.rule not in WITH_DIGITS or not rules or self.composite
+        if self.symbol_digits is not None and stores_none:
+            raise setting_error(
+                "`symbol_digits` needs an embedding and a linear head that store digits below"
+                " the trit",
+                f"leave it out, or use a rule of: {', '.join(WITH_DIGITS)}",
+            )
         if len({*self.votes_fixes}) < len(self.votes_fixes):
             raise setting_error("`votes_fixes` names a fix twice", "name it once")
         if self.votes_fixes and (self.rule != "votes" or self.weights != "ternary"):

@@ -39,8 +39,8 @@ class Setting:
     """Help and valid values of a field."""
 
     help: str = ""
-    """One or two sentences; empty for the field of a part, which has no option. Names of fields in
-    backquotes are displayed as options."""
+    """One or two sentences; empty for a field without an option. Names of fields in backquotes are
+    displayed as options."""
     group: str = MODEL
     """Heading, one of `GROUPS`."""
     choices: tuple[str, ...] = ()
@@ -123,13 +123,13 @@ def plain_type(annotation: Any) -> Any:
 
 
 def settings_of(source: type | Callable) -> dict[str, Declared]:
-    """Return the settings of a dataclass's fields or a function's arguments, by name."""
+    """Return the settings with help of a dataclass's fields or a function's arguments, by name."""
     settings = {}
     metadata = {name: field.metadata for name, field in getattr(source, _FIELDS, {}).items()}
     for name, parameter in inspect.signature(source).parameters.items():
         kind, setting = parted(parameter.annotation)
         setting = metadata.get(name, {}).get(_KEY, setting)
-        if setting is not None:
+        if setting is not None and setting.help:
             settings[name] = Declared(name, setting, kind, parameter.default)
     return settings
 
@@ -150,38 +150,44 @@ def replaced(declared: Declared, **changes: Any) -> Declared:
 
 
 LARGEST = 2**20
-"""Upper bound of sizes not in `LARGEST_OF`; products of a tensor's sizes fit in 63 bits."""
-LARGEST_OF = {"iterations": 256, "rows": 2**31 - 1, "codes": 2**28}
-"""Upper bounds of sizes by field."""
-LEAST_OF = {"place": 0, "vocabulary": 2}
-"""Lower bounds of sizes by field; 1 for all others."""
+"""Upper bound of sizes whose setting has none; products of a tensor's sizes fit in 63 bits."""
 
 
 def check_fields(config: Any, largest: int = LARGEST) -> None:
-    """Check types of all fields, choices and bounds of their settings, and bounds of other sizes.
-
-    Sizes are the fields of integers.
-
-    Args:
-        config: a dataclass.
-        largest: upper bound of sizes whose setting has none, and that are not in `LARGEST_OF`.
+    """Check all fields of a dataclass: see `check_value`.
 
     Raises:
         ArbError: a value has the wrong type or is out of bounds.
     """
     for field in dataclasses.fields(config):
-        name, value = field.name, getattr(config, field.name)
         kind, setting = parted(field.type)
         setting = field.metadata.get(_KEY, setting)
-        check_type(name, value, kind)
-        if setting is not None:
-            check_setting(name, value, setting)
-        bounded = setting or Setting()
-        minimum = LEAST_OF.get(name, 1) if bounded.minimum is None else None
-        maximum = LARGEST_OF.get(name, largest) if bounded.maximum is None else None
-        for size in value if isinstance(value, tuple) else (value,):
-            if type(size) is int and kind is not float:  # which may be 0 in a field of floats
-                check_bounds(name, size, minimum, maximum)
+        check_value(field.name, getattr(config, field.name), kind, setting, largest)
+
+
+def check_value(
+    field: str, value: Any, kind: Any, setting: Setting | None, largest: int = LARGEST
+) -> None:
+    """Check the type of a value, and the choices and bounds of its setting.
+
+    Args:
+        field: name of the field.
+        value: the value; integers are sizes.
+        kind: type of the field.
+        setting: setting of the field, if it has one.
+        largest: upper bound of sizes whose setting has none; the lower one is 1.
+
+    Raises:
+        ArbError: the value has the wrong type, is not a choice or is out of bounds.
+    """
+    check_type(field, value, kind)
+    setting = setting or Setting()
+    check_setting(field, value, setting)
+    minimum = 1 if setting.minimum is None else None
+    maximum = largest if setting.maximum is None else None
+    for size in value if isinstance(value, tuple) else (value,):
+        if type(size) is int and kind is not float:  # which may be 0 in a field of floats
+            check_bounds(field, size, minimum, maximum)
 
 
 def check_setting(field: str, value: Any, setting: Setting) -> None:

@@ -24,8 +24,7 @@ from arbcli.config.settings import (
     PRESETS_OWN,
     Declared,
     Setting,
-    check_bounds,
-    check_type,
+    check_value,
     parted,
     settings_of,
 )
@@ -302,13 +301,8 @@ def assemble(form: str, values: dict[str, Any]) -> ModelConfig:
         if name not in known:
             raise TypeError(f"a model of the family `{form}` has no `{name}`")
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
-        kind, setting = parted(known[name].annotation)
-        check_type(name, value, kind)
+        check_value(name, value, *parted(known[name].annotation), largest.get(name, LARGEST))
         checked[name] = value
-        least = 1 if setting is None or setting.minimum is None else setting.minimum
-        for size in value if isinstance(value, tuple) else (value,):
-            if type(size) is int:
-                check_bounds(name, size, least, largest.get(name, LARGEST))
     built = {name: value for name, value in checked.items() if name in (*form_arguments, *STORAGE)}
     config = build(**built)
     if checked.keys() - built.keys() - {*PART_RULES}:

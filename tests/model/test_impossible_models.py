@@ -96,7 +96,7 @@ REFUSED: dict[str, Callable] = {
     "`carry` does not fade to the trit": lambda: preset("tiny", mlp_rule="carry", digits="fade"),
     "`votes` has no learning rate": lambda: preset("tiny", rule="votes", mlp_rule="nibble"),
     "`votes`": lambda: preset("tiny", mlp_rule="votes"),
-    "`rule` is `nibbel`": lambda: preset("tiny", mlp_rule="nibbel"),
+    "`mlp_rule` is `nibbel`": lambda: preset("tiny", mlp_rule="nibbel"),
     "`vocabulary` is 0": lambda: replace(TINY, vocabulary=0),
     "`vocabulary` is 1": lambda: replace(TINY, vocabulary=1),
     "`vocabulary` is 1,048,577": lambda: replace(TINY, vocabulary=2**20 + 1),

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import LayerSpec
-from arbcli.config.settings import check_choice, check_fields
+from arbcli.config.settings import Setting, check_choice, check_fields
 from arbcli.model.rules import RULES
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class SplitConfig(PartConfig):
 class BetweenConfig(PartConfig):
     """Configuration of a part between two blocks of the innermost stage."""
 
-    place: int = 0
+    place: Annotated[int, Setting(minimum=0)] = 0
     """Number of the stage's blocks before the part."""
 
     @property

@@ -6,7 +6,7 @@ from typing import Annotated
 from arbcli.base.errors import setting_error
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.settings import PRESETS_OWN, Setting, check_choice
+from arbcli.config.settings import PRESETS_OWN, Setting
 from arbcli.families.experts.config import GATES, ExpertsConfig
 
 TOP_K_EXPERTS = 2
@@ -37,7 +37,6 @@ def build_experts(
     experts: int, top_k_name: str, top_k: int, width: int, gate: str, shared: bool, clamp: bool
 ) -> ExpertsConfig:
     """Build experts; errors name the argument of the short form for `top_k`."""
-    check_choice("moe_gate", gate, GATES)
     if top_k > experts:
         raise setting_error(
             f"`{top_k_name}` is {top_k} of {experts} experts", f"use 1 to {experts}"
@@ -96,7 +95,6 @@ def replace_mlps(
     for index, block in enumerate(config.main.blocks):
         assert isinstance(block.channel, MLPConfig)
         gate = "hash" if index < hash_layers else moe_gate
-        check_choice("moe_gate", moe_gate, GATES)
         channel = build_experts(
             experts, "top_k_experts", top_k, block.channel.width, gate, shared_expert, moe_clamp
         )

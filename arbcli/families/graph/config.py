@@ -66,7 +66,7 @@ class QuantiserConfig(PartConfig):
 
     module: ClassVar[str] = "arbcli.families.graph.quantiser:Quantiser"
     kind: str = field(default="quantiser", init=False)
-    codes: int
+    codes: Annotated[int, Setting(maximum=2**28)]
     width: Annotated[int, Setting(maximum=MOST_CODE_WIDTH)]
     """Width of a code."""
     patience: Annotated[int, Setting(maximum=127)] = 4
@@ -95,7 +95,7 @@ class IteratedConfig(PartConfig):
     """Iterated experts, adapters and a graph of codes, with adaptive halting per position."""
 
     kind: str = field(default="iterated", init=False)
-    iterations: int
+    iterations: Annotated[int, Setting(maximum=256)]
     adapter_rank: int
     """Rank of the adapter of each iteration."""
     experts: ExpertsConfig | None = None
@@ -205,7 +205,7 @@ class SequencerConfig(PartConfig):
     module: ClassVar[str] = "arbcli.families.graph.sequencer:TextSequencer"
     code: ClassVar[str] = "arbcli.families.graph.modeling:Sequencer"
     kind: str = field(default="sequencer", init=False)
-    rows: int
+    rows: Annotated[int, Setting(maximum=2**31 - 1)]
     width: int
     """Width of a row."""
 
@@ -221,7 +221,7 @@ class MemGramConfig(PartConfig):
     module: ClassVar[str] = "arbcli.families.graph.memgram:MemGram"
     code: ClassVar[str] = "arbcli.families.graph.modeling:MemGram"
     kind: str = field(default="memgram", init=False)
-    rows: int = 65536
+    rows: Annotated[int, Setting(maximum=2**31 - 1)] = 65536
     """Number of entries."""
 
     def products(self, spec: LayerSpec, positions: float) -> float:

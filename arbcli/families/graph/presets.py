@@ -83,7 +83,6 @@ def graph(
     **storage: Any,
 ) -> ModelConfig:
     """Build a model of blocks of latent attention, codebooks and iterated experts."""
-    check_choice("code_search", code_search, config.CODE_SEARCHES)
 
     def book(halves: tuple[int, int], width: int, heads: int) -> config.BookConfig:
         if code_search == config.CODE_SEARCHES[1]:

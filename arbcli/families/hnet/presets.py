@@ -13,7 +13,7 @@ from arbcli.config.model import (
 )
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.settings import HNET, PRESETS_OWN, Setting, check_choice
+from arbcli.config.settings import HNET, PRESETS_OWN, Setting
 from arbcli.config.short_forms import FFN, Dim, Form, Heads, Layers, Streams, SubNorms, Window
 from arbcli.families.hnet.config import BOUNDARIES, ChunkingConfig
 from arbcli.families.mamba.config import MambaConfig
@@ -63,7 +63,6 @@ def hnet(
 
     A single number in place of a tuple applies to all outer stages.
     """
-    check_choice("outer_blocks", outer_blocks, OUTER_BLOCKS)
     number = len(outer_dim) if isinstance(outer_dim, tuple) else 1
     sizes = [
         value if isinstance(value, tuple) else (value,) * number
