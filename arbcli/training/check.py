@@ -1,7 +1,7 @@
 """Read-only verification of a run's files, and a preview of a resume."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def check_run(path: Path, steps: int | None = None, **changes: Any) -> CheckRepo
     run = directory_of(path)
     findings: list[Finding] = []
     facts: dict[str, Any] = {}
-    config, stops = None, None
+    config = None
     try:
         facts = read_facts(run)
         config = dataclasses.replace(run_config(run, facts), **changes)
@@ -82,15 +82,11 @@ def check_run(path: Path, steps: int | None = None, **changes: Any) -> CheckRepo
         findings.append(Finding(name=CONFIG, state="ok", detail=began))
     except ArbError as error:
         findings.append(Finding(name=CONFIG, state="refused", detail=str(error)))
-        stops = str(error)
     if config is not None:
-        finding = _check_text(facts, config)
-        findings.append(finding)
-        stops = None if finding.state == "ok" else finding.detail
+        findings.append(_check_text(facts, config))
         if config.teacher is not None:
-            finding = _check_teacher(facts, config)
-            findings.append(finding)
-            stops = stops or (None if finding.state == "ok" else finding.detail)
+            findings.append(_check_teacher(facts, config))
+    stops = next((finding.detail for finding in findings if finding.state != "ok"), None)
     records, bad = read_all_records(run)
     findings.append(_check_records(len(records), bad))
     accepted = resume.accept_of(run, facts, config) if config else lambda _: None
@@ -110,14 +106,12 @@ def check_run(path: Path, steps: int | None = None, **changes: Any) -> CheckRepo
     if stops is None:
         resumes_at, stops = _start(verified, path if path != run else None)
         if not verified and resume.can_begin_again(run):
-            resumes_at, stops = _start_again(facts)
+            resumes_at, stops = 0, _refusal(resume.initial_again, facts)
     total = config.steps if config else None
     extends = config is not None and steps not in (None, total)
-    if extends and steps is not None and resumes_at is not None:
-        try:
-            resume.check_steps(run, resumes_at, steps)
-        except ArbError as error:
-            resumes_at, stops = None, str(error)
+    if extends and stops is None:
+        stops = _refusal(resume.check_steps, run, resumes_at, steps)
+    resumes_at = None if stops else resumes_at
     removes = [finding.name for finding in findings if finding.name.endswith(".tmp")]
     sets_aside: list[str] = []
     dropped, evaluates, ended = 0, False, False
@@ -137,10 +131,7 @@ def check_run(path: Path, steps: int | None = None, **changes: Any) -> CheckRepo
             left |= {*older[config.keep - 1 :]}
         removes += sorted(left, reverse=True)
         if ended and extends:
-            try:
-                resume.check_patience(run, config, losses)
-            except ArbError as error:
-                resumes_at, stops = None, str(error)
+            resumes_at, stops = None, _refusal(resume.check_patience, run, config, losses)
     return CheckReport(
         run=str(run),
         findings=tuple(findings),
@@ -170,10 +161,8 @@ def _check_text(facts: dict[str, Any], config: TrainConfig) -> Finding:
 
 
 def _check_teacher(facts: dict[str, Any], config: TrainConfig) -> Finding:
-    try:
-        teacher_again(facts, config)
-    except ArbError as error:
-        return Finding(name="teacher", state="refused", detail=str(error))
+    if stops := _refusal(teacher_again, facts, config):
+        return Finding(name="teacher", state="refused", detail=stops)
     return Finding(name="teacher", state="ok", detail=f"{config.teacher}")
 
 
@@ -207,13 +196,13 @@ def _left_over(run: Path) -> Iterator[Finding]:
             yield Finding(name=path.name, state="left over", detail=kind)
 
 
-def _start_again(facts: dict[str, Any]) -> tuple[int | None, str | None]:
-    """Return step 0, or the reason why a run without a checkpoint cannot begin again."""
+def _refusal(check: Callable[..., object], *arguments: Any) -> str | None:
+    """Call a check of a resume; return the message of its error, or None."""
     try:
-        resume.initial_again(facts)
+        check(*arguments)
     except ArbError as error:
-        return None, str(error)
-    return 0, None
+        return str(error)
+    return None
 
 
 def _start(verified: dict[Path, Finding], named: Path | None) -> tuple[int | None, str | None]:
