@@ -327,10 +327,12 @@ class LiveLine:
     On a terminal the line is cut at the width; the last one stays there.
 
     Args:
+        wait: first temporary line; empty for none: see `show_wait`.
         moves: whether the line is rendered again every second, as `follow` needs.
     """
 
-    def __init__(self, *, moves: bool = False) -> None:
+    def __init__(self, wait: str = "", *, moves: bool = False) -> None:
+        self._wait = wait
         self.is_live = _err.is_terminal
         """Whether the line is updated in place."""
         self._make: Callable[[int], str] = lambda _: ""
@@ -347,6 +349,7 @@ class LiveLine:
     def __enter__(self) -> "LiveLine":
         if self.is_live:
             self._live.start()
+        self.show_wait(self._wait)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -110,8 +110,7 @@ def audit_memory(
     opt.check_settings(settings)
     report: DecodingAudit | WhatIfReport | RanksReport | FitReport | AuditReport
     shown: RenderableType
-    with LiveLine() as line:
-        line.show_wait("loading")
+    with LiveLine("loading") as line:
         # slow to import, and not needed for `arb --help`
         from arbcli.inspect import audit, memory
         from arbcli.training.configure import new_config

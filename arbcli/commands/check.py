@@ -36,8 +36,7 @@ def print_check(
     """
     run = find_run(run, root)
     directory_of(run)  # refuses another path before torch is imported
-    with LiveLine() as line:
-        line.show_wait("reading")
+    with LiveLine("reading"):
         from arbcli.training.check import check_run  # torch takes seconds to import
 
         report = check_run(run, **changes)

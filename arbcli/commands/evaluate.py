@@ -64,8 +64,7 @@ def evaluate(
     if config := opt.config_in_header(checkpoint):
         option_checks.check_masked_option(config, "--draws", draws)
         option_checks.check_stride(config, stride)
-    with LiveLine() as line:
-        line.show_wait("loading")
+    with LiveLine("loading") as line:
         from arbcli.generation import (
             evaluation,  # imports torch: slow, and not needed for `arb --help`
         )
@@ -94,13 +93,9 @@ def evaluate(
             backend=backend,
             kv=kv,
             draws=draws,
-            progress=_ignore if quiet else _Progress(line),
+            progress=(lambda *_: None) if quiet else _Progress(line),
         )
     emit(report, _table(report), as_json=as_json)
-
-
-def _ignore(*_: object) -> None:
-    pass
 
 
 class _Progress:

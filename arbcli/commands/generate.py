@@ -166,8 +166,7 @@ def generate(
             template_of(checkpoint if checkpoint.is_dir() else checkpoint.parent)
     lines = read_lines(prompts) if prompts else []
     is_interactive = options.isdisjoint(NOT_INTERACTIVE) and is_terminal()
-    with LiveLine() as line:
-        line.show_wait("loading")
+    with LiveLine("loading"):
         from arbcli.families.hnet import boundaries as chunking
         from arbcli.families.masked.holes import HOLE, HOLE_LENGTH, fill_text
         from arbcli.generation.conversation import Conversation

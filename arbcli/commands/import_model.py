@@ -85,8 +85,7 @@ def import_model(
     run = out or RUNS / f"imported-{model_name(folder).rpartition('/')[2]}"
     config, recipe, summary = configs[0], None, ""
     if budget is not None or (may_have_gpu() and not print_config):
-        with LiveLine() as line:
-            line.show_wait("loading")
+        with LiveLine("loading") as line:
             config, recipe, summary = _choose(configs, budget, line.show_wait)
     options = recipe.options.split() if recipe else ()
     command = shlex.join(["arb", "train", "--init-from", str(run), *options, "--data", TEXT])

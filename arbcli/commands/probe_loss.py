@@ -68,8 +68,7 @@ def probe_loss(
         opt.refuse_kept(changed, "probe a new model")
         path = opt.find_run(path, loads=True)
         directory_of(path)  # a probe continues the training of a run
-    with LiveLine() as line:
-        line.show_wait("loading")
+    with LiveLine("loading") as line:
         from arbcli.inspect import probe, room  # slow to import, and not needed for `arb --help`
         from arbcli.inspect.plots import plot_probe, require_matplotlib
         from arbcli.training.configure import new_config

@@ -92,8 +92,7 @@ def _start_engine(
     checkpoint: Path, compute: str | None, device: str | None, backend: str | None, **options: Any
 ) -> "Engine":
     """Load a model, and start its engine; further arguments are those of `Engine`."""
-    with LiveLine() as line:
-        line.show_wait("loading")
+    with LiveLine("loading"):
         from arbcli.generation.load import load_named_model
         from arbcli.kernels.runtime.device import resolve_backend, resolve_device
         from arbcli.serve.engine import Engine

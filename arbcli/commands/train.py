@@ -365,8 +365,7 @@ def _choose_step(
 
 def _show_settings(settings: dict[str, Any], *, as_json: bool) -> None:
     """Print the settings that a run would have, but for those that this machine decides."""
-    with LiveLine() as line:
-        line.show_wait("loading")
+    with LiveLine("loading"):
         from arbcli.training.configure import new_config  # torch takes seconds to import
 
         config = new_config(**settings)

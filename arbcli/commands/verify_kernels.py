@@ -55,8 +55,7 @@ def verify_kernels(
     check_kernel_names(names or ())
     if ledger is not None:
         check_folder(ledger, "--ledger")
-    with _stopped_before_any(), LiveLine() as line:
-        line.show_wait("loading")
+    with _stopped_before_any(), LiveLine("loading") as line:
         interpret_kernels_without_gpu(device)
         # slow to import, and not needed for `arb --help`
         from arbcli.verify.ledger import write_ledger

@@ -14,6 +14,7 @@ import torch
 
 from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError, quoted, shell_word
+from arbcli.base.lazy import imported
 from arbcli.base.run_files import CONFIG, checkpoint_path, checkpoints, directory_of
 from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
@@ -53,7 +54,6 @@ from arbcli.training.run import (
     compare_settings,
     locked,
     note_emulation,
-    read_teacher_of,
     run_loop,
 )
 from arbcli.training.saving import later_checkpoints, note_aside, sweep_run
@@ -149,7 +149,9 @@ def resume_run(
             texts = directory.open_texts_again(facts, config, new_run)
             compare_settings(config, texts, group, steps=steps or config.steps)
             directory.check_same_text(run, facts, text_digest(texts), new_run)
-            teacher = read_teacher_of(config, facts=facts)
+            teacher = None
+            if config.teacher is not None:
+                teacher = imported("arbcli.training.teacher:teacher_again")(facts, config)
             has_recent = bool(checkpoint and checkpoint.data.get(FIELD))
             records_before = read_records(run) if group.first else []
             kept = [r for r in records_before if stays(r, done, config, has_recent)]

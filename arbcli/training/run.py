@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arbcli.base.atomic_files import sweep, write_bytes, write_json
+from arbcli.base.lazy import imported
 from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER, check_free
 from arbcli.config.training import FADE_LEARNT_TO, TrainConfig
 from arbcli.data.files import has_documents
@@ -110,8 +111,10 @@ def start_run(
             trained_with = initial.checkpoint.data.get(TOKENIZER_DIGEST)
             check_digest(texts.tokenizer, trained_with, Path(str(config.tokenizer)))
         initial_digest = initial and initial.checkpoint.digest
-        teacher = read_teacher_of(config, observer.noted)
-        if teacher is not None:  # the checkpoint's own path, as its run may write later ones
+        teacher = None
+        if config.teacher is not None:
+            teacher = imported("arbcli.training.teacher:read_teacher")(config, observer.noted)
+            # the checkpoint's own path, as its run may write later ones
             config = dataclasses.replace(config, teacher=os.path.abspath(teacher.path))
         digests = {"teacher": teacher and teacher.checkpoint.digest, "init_from": initial_digest}
         compare_settings(config, texts, group, minutes=minutes, save=save, **digests)
@@ -190,19 +193,6 @@ def shared_settings(config: TrainConfig, texts: Texts) -> dict[str, Any]:
 def locked(run: Path | None, group: Group) -> AbstractContextManager:
     """Lock the directory of a run, if any, in the first process."""
     return run_lock(run) if group.first and run is not None else nullcontext()
-
-
-def read_teacher_of(
-    config: TrainConfig,
-    note: Callable[[str], None] = lambda _: None,
-    facts: dict[str, Any] | None = None,
-) -> "SavedModel | None":
-    """Read the teacher of a run, or of a resumed one with `facts`; None if it has none."""
-    if config.teacher is None:
-        return None
-    from arbcli.training.teacher import read_teacher, teacher_again
-
-    return read_teacher(config, note) if facts is None else teacher_again(facts, config)
 
 
 def build_trainer(
