@@ -85,11 +85,13 @@ def preset(name: str, **overrides: object) -> ModelConfig:
         ArbError: there is no such preset, or a value is invalid.
     """
     check_preset(name)
-    changes = {key: value for key, value in overrides.items() if value is not None}
+    changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
     form, values = SHORT_FORMS[name]
     changes = short_forms.FORMS[form].adapt(changes)
     if isinstance(changes.get("attention"), str):
-        form, changes = _expand_attention(form, changes)
+        check_choice("attention", changes["attention"], ATTENTIONS)
+        if form in ATTENTIONS:  # all others are refused below
+            form = changes.pop("attention")
     known = short_forms.arguments(form)
     if others := [key for key in changes if key not in known]:
         word = isinstance(changes[others[0]], str) and others[0] == "attention"
@@ -192,19 +194,6 @@ def _set_direction(changes: dict[str, Any], own_rule: str, own_direction: str | 
             fields=("direction",),
         )
     changes.setdefault("direction", own_direction if rule_name == own_rule else direction)
-
-
-def _expand_attention(form: str, overrides: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Replace the name of a kind of attention by the short form of that name.
-
-    Raises:
-        ArbError: there is no such kind.
-    """
-    chosen = overrides["attention"]
-    check_choice("attention", chosen, ATTENTIONS)
-    if form not in ATTENTIONS:
-        return form, overrides  # `preset` refuses `attention` for this form
-    return chosen, {key: value for key, value in overrides.items() if key != "attention"}
 
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:

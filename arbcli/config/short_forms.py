@@ -209,16 +209,6 @@ FORMS = LoadedMapping(
 """Short forms by name."""
 
 
-@cache
-def _modifiers() -> tuple[Callable[..., ModelConfig], ...]:
-    """Import the functions of families that change models of other forms."""
-    return tuple(
-        import_module(f"arbcli.families.{name}.presets").MODIFIER
-        for name, family in FAMILIES.items()
-        if family.modifies
-    )
-
-
 def _arguments_of(function: Callable) -> dict[str, inspect.Parameter]:
     """Return the named arguments of a form or a modifier."""
     parameters = inspect.signature(function).parameters
@@ -227,13 +217,14 @@ def _arguments_of(function: Callable) -> dict[str, inspect.Parameter]:
 
 @cache
 def _modifiers_of(form: str) -> tuple[Callable[..., ModelConfig], ...]:
-    """Return the modifiers for models of a form: those that share none of its arguments."""
+    """Import the modifiers for models of a form: those that share none of its arguments."""
     form_arguments = _arguments_of(FORMS[form].build)
-    return tuple(
-        modifier
-        for modifier in _modifiers()
-        if form_arguments.keys().isdisjoint(_arguments_of(modifier))
+    modifiers = (
+        import_module(f"arbcli.families.{name}.presets").MODIFIER
+        for name, family in FAMILIES.items()
+        if family.modifies
     )
+    return tuple(m for m in modifiers if form_arguments.keys().isdisjoint(_arguments_of(m)))
 
 
 @cache
