@@ -46,6 +46,8 @@ def inspect(
 
 
 def _tables(report: "SavedReport") -> RenderableType:
+    from arbcli.inspect.runs import flat_items  # not needed for `arb --help`
+
     about = {
         "kind": report.kind,
         "step": report.step,
@@ -56,7 +58,10 @@ def _tables(report: "SavedReport") -> RenderableType:
         "bytes": bytes_text(report.bytes),
         **{f"model.{name}": value for name, value in _model_fields(report)},
         **{f"run.{name}": value for name, value in report.settings.items()},
-        **dict(_flat(report.run)),
+        **{
+            name: ", ".join(map(str, value)) if isinstance(value, list) else value
+            for name, value in flat_items(report.run)
+        },
     }
     rows = [[name, str(value)] for name, value in about.items() if value is not None]
     parts = [
@@ -81,15 +86,6 @@ def _model_fields(report: "SavedReport") -> Iterator[tuple[str, Any]]:
     for name, value in report.config.items():
         if not report.parts or not isinstance(value, dict | list):
             yield name, value
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the items of nested dictionaries, with keys joined by dots."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _octaves(counts: dict[int, int]) -> str:

@@ -5,8 +5,7 @@ they allocate and release goes, in order, through a model of the CUDA allocator,
 a sum. Nothing here depends on the parts of a model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -180,16 +179,6 @@ class _Trace(Storages):
         ]
         return tuple(sorted(rows, key=lambda row: -row.bytes))
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Capture the block, as `Trainer` does."""
-        if not isinstance(self.memory, Allocator):
-            yield
-            return
-        self.memory.empty_cache()
-        with self.memory.capturing():
-            yield
-
     @property
     def _runs_backward(self) -> bool:
         """Whether autograd runs, which has a thread of its own for a GPU."""
@@ -308,7 +297,9 @@ def predict_peak(
             trace.end_stage()
         if captured:
             progress(f"step {WARM_STEPS + 1} of {WARM_STEPS + 1}")
-            with trace.capturing():
+            assert isinstance(trace.memory, Allocator), "steps of a GPU are captured"
+            trace.memory.empty_cache()  # as `Trainer` does
+            with trace.memory.capturing():
                 trainer.train_step()
         parts = {f"{name}_bytes": size for name, size in trace.peak_parts.items()}
         peak, reserved, at, live = trace.peak, trace.memory.peak_reserved, trace.at, trace.live()

@@ -190,7 +190,7 @@ def _has_files(run: Path) -> bool:
 
 def _settings(facts: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a run except its seed, and the identity of its text and its start."""
-    settings = dict(_flat(finite(facts["config"])))
+    settings = dict(flat_items(finite(facts["config"])))
     del settings["seed"]
     if facts["text"].get("split") != "files":  # otherwise the seed decides which are held out
         settings["text"] = facts["text"]["digest"][:_SHOWN_DIGITS]
@@ -201,18 +201,18 @@ def _settings(facts: dict[str, Any]) -> dict[str, Any]:
     return {unneeded.sub("", name): value for name, value in settings.items()}
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_items(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the items of nested objects with keys joined by dots; see `RunSummary.settings`."""
     for name, value in values.items():
         path = f"{prefix}{name}"
         if isinstance(value, dict):
-            yield from _flat(value, f"{path}.")
+            yield from flat_items(value, f"{path}.")
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             yield path, len(value)
             if all(item == value[0] for item in value):
-                yield from _flat(value[0], f"{path}.")
+                yield from flat_items(value[0], f"{path}.")
             else:
-                yield from _flat({str(n): item for n, item in enumerate(value)}, f"{path}.")
+                yield from flat_items({str(n): item for n, item in enumerate(value)}, f"{path}.")
         else:
             yield path, value
 
