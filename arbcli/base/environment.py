@@ -33,6 +33,8 @@ LOOKS_FOR_THREADS = 20
 COUNTS = Path("/proc/stat")
 """Linux's file with the number of running processes."""
 
+BACKENDS = ("triton", "native", "torch", "interpreter")
+"""Backends of kernels."""
 BASELINES = ("float", "ste")
 """Choices of `--weights` that train a float baseline."""
 INTERPRET = "TRITON_INTERPRET"

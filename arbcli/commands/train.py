@@ -150,7 +150,10 @@ def train(
         start_processes(gpus)
     if pin and not dry_run and not print_config:
         _pin(device)
-    if resume is not None:
+    if resume is None:
+        settings = _merge_files(settings, config_file, init_from)
+        _check_new(settings, init_from, out)
+    else:
         others = {name: value for name, value in settings.items() if name not in CHANGEABLE}
         others |= opt.given_options(minutes=minutes, init_from=init_from, config=config_file)
         _refuse_changes(others)
@@ -159,13 +162,8 @@ def train(
                 "`--out` names the folder of the runs for `--resume auto`, and a run was named",
                 "leave `--out` out: a run is continued where it is",
             )
-    else:
-        settings = _merge_files(settings, config_file, init_from)
-    if dry_run and resume is not None:
-        raise typer.Exit(print_check(Path(resume), settings, as_json=as_json, root=out))
-    if resume is None:
-        _check_new(settings, init_from, out)
-    else:
+        if dry_run:
+            raise typer.Exit(print_check(Path(resume), settings, as_json=as_json, root=out))
         latest = resume == "auto"
         run = run_files.latest_run(out or run_files.RUNS) if latest else opt.find_run(Path(resume))
         run_files.directory_of(run)  # refuses another path before torch is imported

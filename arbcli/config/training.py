@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from arbcli.base.environment import BACKENDS
 from arbcli.base.errors import ArbError, quoted, setting_error
 from arbcli.base.lazy import ExtendedMapping
 from arbcli.config.model import ModelConfig
@@ -50,8 +51,6 @@ FADE_LEARNT_TO = 0.1
 other weights."""
 COMPUTES = ("bf16", "fp8", "fp8-backward", "nvfp4", "fp32")
 """Choices of `compute`."""
-BACKENDS = ("triton", "native", "torch", "interpreter")
-"""Choices of `backend`; `arbcli.kernels.runtime.backend` has them too, and imports torch."""
 REDUCE_DTYPES = ("int12", "int8", "int16")
 """Choices of `reduce_dtype`: integers to which gradients of matrices are rounded."""
 MOST_IN_PLACE = 4

@@ -8,14 +8,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from arbcli.base.environment import INTERPRET
+from arbcli.base.environment import BACKENDS, INTERPRET
 from arbcli.base.errors import ArbError, quoted
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TritonMissing
 
 Tiles = TypeVar("Tiles", int, tuple[int, ...])
-
-BACKENDS = ("triton", "native", "torch", "interpreter")
 
 LARGE_ELEMENTS = 1 << 22
 """Size of a matrix in elements above which a program processes several tiles."""
