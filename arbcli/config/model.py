@@ -489,15 +489,13 @@ class ModelConfig:
     @property
     def rules(self) -> tuple[str, ...]:
         """The rules of all weights, each once, beginning with the model's."""
-        part_rules = (
-            part.rule for part in every_part((self.stages, self.beside, *self.head_parts))
-        )
+        part_rules = (part.rule for part in every_part(self))
         return (*dict.fromkeys((self.rule, *filter(None, part_rules))),)
 
     @property
     def loss_weights(self) -> dict[str, float]:
         """Weights of the auxiliary losses of all parts in the training loss, by name."""
-        parts = every_part((self.stages, self.beside, *self.head_parts))
+        parts = every_part(self)
         return {name: weight for part in parts for name, weight in part.loss_weights.items()}
 
     @property

@@ -678,14 +678,14 @@ def train_config(
     settings.setdefault("lr", rate)
     if ternary:
         settings.setdefault("reduce_dtype", default_sums(settings.get("accum", 1), processes))
-    data, val = (tuple(map(str, settings.pop(name, ()))) for name in ("data", "val"))
-    settings["scale_losses"] = tuple(settings.pop("scale_losses", ()))
+    for name in ("data", "val", "scale_losses"):
+        settings[name] = tuple(map(str, settings.get(name, ())))
     for name in ("tokenizer", "teacher"):
         if settings.get(name) is not None:
             settings[name] = str(settings[name])
     return TrainConfig(
-        model=model, optimizer=optimizer, data=data, val=val,
-        device=device, backend=backend, compute=compute, **settings,
+        model=model, optimizer=optimizer, device=device, backend=backend, compute=compute,
+        **settings,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from arbcli.config.parts.base import remove_rules
 from arbcli.config.presets import set_symbol_directions
 from arbcli.config.training import TrainConfig
 from arbcli.inspect.parts import PartReport, list_parts
+from arbcli.kernels.codec.layout import TRITS_PER_BYTE
 from arbcli.model.rules import DIRECTION, RULES
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ KINDS = ("trits", "scales", "remainder", "moment", "votes", "statistics", "count
 """Purposes of buffers, in the order of reports; a rule may declare more."""
 ADAMW_BYTES = 16
 """A weight, its gradient and two moments, float32 each."""
-TRITS_PER_BYTE = 5
 LARGEST_COUNTER = 2**14
 """An integer tensor that is not a buffer counts as state only if it takes more bytes than this."""
 
