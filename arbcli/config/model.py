@@ -13,16 +13,7 @@ from arbcli.base.environment import BASELINES
 from arbcli.base.errors import ArbError, setting_error
 from arbcli.base.lazy import imported
 from arbcli.config import settings
-from arbcli.config.kinds import (
-    AHEAD,
-    BESIDE,
-    CHANNELS,
-    CHUNKING,
-    COMPOSITE,
-    MEMORIES,
-    MIXERS,
-    Kinds,
-)
+from arbcli.config.kinds import SLOTS
 from arbcli.config.layer_spec import NORM_EPS, SCALE_TYPES, VOCABULARY, LayerSpec
 from arbcli.config.parts.base import BetweenConfig, PartConfig, SplitConfig, every_part
 from arbcli.config.parts.mlp import MLPConfig
@@ -63,12 +54,14 @@ Context = Annotated[
 ]
 
 
-def _check_kinds(config: Any, **slots: Kinds) -> None:
-    """Check that the parts in some fields are of the kinds of these slots."""
-    for name, known in slots.items():
-        part = getattr(config, name)
-        if part is not None:
-            settings.check_choice(name, part.kind, known)
+def _check_fields(config: Any) -> None:
+    """Check all fields, and that their parts are of the kinds of their slots."""
+    settings.check_fields(config)
+    for name, known in SLOTS.items():
+        value = getattr(config, name, None)
+        for part in value if isinstance(value, tuple) else (value,):
+            if part is not None:
+                settings.check_choice(name, part.kind, known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +82,7 @@ class BlockConfig:
         Raises:
             ArbError: it has none, or one of the wrong kind.
         """
-        settings.check_fields(self)
-        _check_kinds(self, mixer=MIXERS, channel=CHANNELS)
+        _check_fields(self)
         if not self.parts:
             raise ArbError("a block has neither mixer nor channel mixer", "leave the block out")
 
@@ -148,8 +140,7 @@ class StageConfig:
         Raises:
             ArbError: a value is invalid.
         """
-        settings.check_fields(self)
-        _check_kinds(self, chunking=CHUNKING, memories=MEMORIES)
+        _check_fields(self)
         settings.check_choice("streams", self.streams, STREAMS)
         if not 0 < self.contribution <= 1:
             raise setting_error(
@@ -302,11 +293,9 @@ class ModelConfig:
         Raises:
             ArbError: a value is invalid.
         """
-        settings.check_fields(self)
-        _check_kinds(self, ahead=AHEAD, composite=COMPOSITE)
+        _check_fields(self)
         self._check_storage()
         for part in self.beside:
-            settings.check_choice("beside", part.kind, BESIDE)
             if sum(other.kind == part.kind for other in self.beside) > 1:
                 raise ArbError(
                     f"`beside` has several parts of the kind `{part.kind}`",
