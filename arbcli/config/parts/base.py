@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import LayerSpec
-from arbcli.config.settings import Setting, check_choice, check_fields
+from arbcli.config.settings import Setting, check_fields
 from arbcli.model.rules import RULES
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class PartConfig:
 
     kind: str = field(init=False)
     """Name of the kind in files."""
-    rule: str | None = None
+    rule: Annotated[str | None, Setting(choices=RULES)] = None
     """Update rule of the part's weights; None is that of the model, or of a part around it."""
     module: ClassVar[str] = ""
     """Class of the part, a `torch.nn.Module`, as `module:class`: see `arbcli.base.lazy`."""
@@ -51,8 +51,6 @@ class PartConfig:
             ArbError: a value has the wrong type, a size is out of bounds, or no rule has the name.
         """
         check_fields(self)
-        if self.rule is not None:
-            check_choice("rule", self.rule, RULES)
 
     def own_spec(self, spec: LayerSpec) -> LayerSpec:
         """Return the spec of the part's own weights, from the spec of the part."""
