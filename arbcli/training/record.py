@@ -340,12 +340,6 @@ class RunRecords:
         write_file(self._run / METRICS, lambda file: file.writelines(lines))
 
 
-def seconds_until(run: Path, step: int) -> float:
-    """Return the training time up to a step by the records; 0 without one."""
-    records = (record for record in read_records(run) if record["step"] <= step)
-    return max((record.get("seconds") or 0.0 for record in records), default=0.0)
-
-
 def stays(record: dict[str, Any], step: int, config: TrainConfig, has_recent: bool) -> bool:
     """Return whether a record is kept when the run resumes from the checkpoint of a step.
 

@@ -45,7 +45,6 @@ from arbcli.training.record import (
     best_step,
     held_out_losses,
     read_records,
-    seconds_until,
     stays,
 )
 from arbcli.training.recorder import Resumed
@@ -169,16 +168,15 @@ def resume_run(
                     del initial  # it may be large
                 return run_loop(trainer, run, facts, observer, profile)
             trainer.restore(checkpoint)
-            saved, seconds = checkpoint.data.get(FIELD) or {}, 0.0
+            saved = checkpoint.data.get(FIELD) or {}
             del checkpoint  # it may be large
-            records = RunRecords(None)
-            if group.first:
-                seconds = seconds_until(run, done)
-                records = RunRecords(
-                    run,
-                    lambda record: stays(record, done, config, bool(saved)),
-                    branches=bool(later_checkpoints(run, done)),
-                )
+            earlier = (record for record in records_before if record["step"] <= done)
+            seconds = max((record.get("seconds") or 0.0 for record in earlier), default=0.0)
+            records = RunRecords(
+                run if group.first else None,
+                lambda record: stays(record, done, config, has_recent),
+                branches=bool(later_checkpoints(run, done)),
+            )
             resumed = Resumed(saved, seconds, records)
             return run_loop(trainer, run, facts, observer, profile, resumed)
 
@@ -187,18 +185,15 @@ def _finished_report(
     run: Path, facts: dict[str, Any], config: TrainConfig, observer: Observer, group: Group
 ) -> TrainReport | None:
     """Return the report of a finished run; None if its last record is incomplete."""
-    last_loss = None
-    if group.first:
-        last = [record for record in read_records(run) if record["step"] == config.steps]
-        last_loss = (last[-1].get("val_loss"),) if last else None
-    last_loss = group.broadcast_object(last_loss)
+    records = read_records(run) if group.first else []
+    last = [(record.get("val_loss"),) for record in records if record["step"] == config.steps]
+    last_loss = group.broadcast_object(last[-1] if last else None)
     if last_loss is None or (last_loss[0] is None and is_evaluated(config, config.steps)):
         return None
     (val_loss,) = last_loss
     _record_changes(run, facts, group)
     saved = checkpoint_path(run, config.steps, config.model.weights)
     if group.first:  # the run may have been killed before it did so
-        records = read_records(run)
         if config.keeps_best and best_step(records) == config.steps:
             keep_best(saved)
         sweep_run(run, config, config.steps, records)

@@ -56,9 +56,9 @@ def test_extended_run_takes_its_own_older_checkpoints(text, tmp_path):
         resume_run(run, Observer(), steps=4)
     assert check_run(run).resumes_at == 2
     assert check_run(run).passed
-    with mock.patch("arbcli.training.resume.seconds_until", return_value=50.0) as asked:
+    with mock.patch("arbcli.training.resume.read_records", return_value=[]) as asked:
         assert resume_run(run / "step-000001.safetensors", Observer()).steps == 4
-    assert asked.mock_calls == [mock.call(run, 1)]  # the run's, whatever was named
+    assert {call.args for call in asked.mock_calls} == {(run,)}  # of the run, whatever was named
 
 
 def test_settings_that_change_no_weight_may_be_changed(text, tmp_path):
