@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -39,6 +39,11 @@ from arbcli.data.text import check_is_bytes
 from arbcli.families import MEDIA, medium_of
 from arbcli.families.graph.presets import ATTENTIONS as GRAPH_ATTENTIONS
 from arbcli.model.rules import FADING
+
+if TYPE_CHECKING:
+    import torch
+
+    from arbcli.model.language_model import LanguageModel
 
 MANUAL_NAMES = {"model_file": "--model", "fields": "--set"}
 """Options that set no field of their own name."""
@@ -258,6 +263,25 @@ def config_in_header(path: Path) -> ModelConfig | None:
         return config_from_dict(parse_json(header["__metadata__"]["arb"].encode())["config"])
     except (ArbError, ValueError, TypeError, LookupError, AttributeError):
         return None
+
+
+def open_model(
+    path: Path, device: str | None, backend: str | None, compute: str | None
+) -> "tuple[LanguageModel, str, torch.device, str]":
+    """Load the model of a run or a checkpoint for the options of a command.
+
+    Returns:
+        The model, the path of its checkpoint, its device and the backend.
+
+    Raises:
+        ArbError: there is no checkpoint, it is damaged, or an option is not available here.
+    """
+    from arbcli.generation.load import load_named_model  # torch takes seconds to import
+    from arbcli.kernels.runtime.device import resolve_backend, resolve_device
+
+    torch_device = resolve_device(device)
+    backend = resolve_backend(backend, torch_device)
+    return *load_named_model(path, torch_device, note, compute), torch_device, backend
 
 
 def check_is_model(path: Path) -> None:

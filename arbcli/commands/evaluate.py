@@ -68,17 +68,13 @@ def evaluate(
         from arbcli.generation import (
             evaluation,  # imports torch: slow, and not needed for `arb --help`
         )
-        from arbcli.generation.load import load_named_model
-        from arbcli.kernels.runtime.device import resolve_backend, resolve_device
         from arbcli.training.directory import held_out_text, run_conversion
 
         if data:
             text = open_text(data, run_conversion(checkpoint, field, data_format))
         else:
             text = held_out_text(run_of(checkpoint))
-        torch_device = resolve_device(device)
-        backend = resolve_backend(backend, torch_device)
-        model, name = load_named_model(checkpoint, torch_device, note, compute)
+        model, name, _, backend = opt.open_model(checkpoint, device, backend, compute)
         if field is not None and has_documents(field):
             documents = evaluation.documents_for(model, Path(name), text[0], field)
             if documents.cut:

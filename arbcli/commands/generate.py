@@ -171,17 +171,13 @@ def generate(
         from arbcli.families.masked.holes import HOLE, HOLE_LENGTH, fill_text
         from arbcli.generation.conversation import Conversation
         from arbcli.generation.generation import continue_text
-        from arbcli.generation.load import load_named_model
         from arbcli.generation.prompts import read_prompts
         from arbcli.generation.sampling import Sampling
-        from arbcli.kernels.runtime.device import resolve_backend, resolve_device
 
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0)
         name = str(prompts)
         requests = read_prompts(lines, name, length or LENGTH, sampling) if prompts else []
-        torch_device = resolve_device(device)
-        backend = resolve_backend(backend, torch_device)
-        model, name = load_named_model(checkpoint, torch_device, note, compute)
+        model, name, torch_device, backend = opt.open_model(checkpoint, device, backend, compute)
     conversation = Conversation(model, Path(name), system) if chats else None
     if requests:
         _continue_batch(model, requests, batch, backend, kv, conversation)

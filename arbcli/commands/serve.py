@@ -93,14 +93,9 @@ def _start_engine(
 ) -> "Engine":
     """Load a model, and start its engine; further arguments are those of `Engine`."""
     with LiveLine("loading"):
-        from arbcli.generation.load import load_named_model
-        from arbcli.kernels.runtime.device import resolve_backend, resolve_device
         from arbcli.serve.engine import Engine
 
-        torch_device = resolve_device(device)
-        model, name = load_named_model(checkpoint, torch_device, note, compute)
-        engine = Engine(
-            model, Path(name), backend=resolve_backend(backend, torch_device), **options
-        )
+        model, name, _, backend = opt.open_model(checkpoint, device, backend, compute)
+        engine = Engine(model, Path(name), backend=backend, **options)
         engine.start()
     return engine
