@@ -19,7 +19,6 @@ from arbcli.data.text import (
     EVAL_SEED,
     Text,
     Texts,
-    batch,
     batch_at,
     batch_starts,
     digest,
@@ -285,20 +284,44 @@ class Trainer:
 
     def fetch(self, micro: int, device: torch.device | str) -> tuple[Tensor, ...]:
         """Sample a micro-batch of the next step, (B, T) int64: see `arbcli.data.text.batch`."""
-        drawn = batch(
-            self.texts.train,
-            seed=self.config.seed,
-            step=self.step,
-            micro=micro,
-            batch_size=self.config.batch,
-            context=self.config.model.ctx,
-            device=device,
-        )
-        if self.config.model.composite:
-            return self._add_kinds(drawn, self.texts.train, self._starts(self.step, micro))
-        windows = self.config.accum * self.config.batch
-        numbers = self._window_numbers(micro)
-        return self._prepare_windows(drawn, self.config.seed, self.step, numbers, windows)
+        starts = self._starts(self.step, micro)
+        return self._windows(self.texts.train, starts, self.config.seed, self.step, micro, device)
+
+    def _windows(
+        self,
+        text: Text,
+        starts: list[int],
+        seed: int,
+        step: int,
+        micro: int,
+        device: torch.device | str,
+    ) -> tuple[Tensor, ...]:
+        """Read windows of a text as the model learns them.
+
+        A composite head has 256 times the kinds of bytes added to their targets. Some objectives
+        mask symbols, or cut holes.
+
+        Args:
+            text: training or held-out text.
+            starts: starts of the windows.
+            seed: seed of masks and holes.
+            step: number of the step, or of as many held-out windows.
+            micro: number of the micro-batch in the step.
+            device: device of the windows.
+        """
+        model = self.config.model
+        drawn = batch_at(text, starts, model.ctx, device)
+        if model.composite:
+            ids, targets = drawn
+            if text not in self._kinds:
+                self._kinds[text] = imported(BYTE_KINDS)(text)
+            kinds = self._kinds[text].windows([start + 1 for start in starts], model.ctx)
+            return ids, targets + VOCABULARY * kinds.to(targets.device)
+        if model.objective not in OBJECTIVES:
+            return drawn
+        prepare = import_module(OBJECTIVES[model.objective]).training_windows
+        numbers, windows = self._window_numbers(micro), self.config.accum * self.config.batch
+        return prepare(drawn, model.vocabulary, seed=seed, step=step, numbers=numbers, of=windows)
 
     def _window_numbers(self, micro: int) -> range:
         """Return the numbers of a micro-batch's windows in the step, for the objective.
@@ -344,27 +367,6 @@ class Trainer:
             for step in steps
             for micro in micros
         )
-
-    def _add_kinds(
-        self, drawn: tuple[Tensor, ...], text: Text, starts: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Add 256 times the kinds of bytes to their targets, for a composite head."""
-        ids, targets = drawn
-        if text not in self._kinds:
-            self._kinds[text] = imported(BYTE_KINDS)(text)
-        kinds = self._kinds[text].windows([start + 1 for start in starts], ids.shape[1])
-        return ids, targets + VOCABULARY * kinds.to(targets.device)
-
-    def _prepare_windows(
-        self, drawn: tuple[Tensor, ...], seed: int, step: int, numbers: range, of: int
-    ) -> tuple[Tensor, ...]:
-        """Mask symbols or cut holes, if the objective needs it."""
-        module = OBJECTIVES.get(self.config.model.objective)
-        if module is None:
-            return drawn
-        prepare = import_module(module).training_windows
-        vocabulary = self.config.model.vocabulary
-        return prepare(drawn, vocabulary, seed=seed, step=step, numbers=numbers, of=of)
 
     def _load_batches(self) -> None:
         """Load the micro-batches of this step; on a GPU into the buffers that a graph reads."""
@@ -497,14 +499,9 @@ class Trainer:
     def _held_out(self, number: int) -> tuple[Tensor, ...]:
         """Return the inputs of a held-out batch on the device."""
         config, text = self.config, self.texts.val
-        context, accum = config.model.ctx, config.accum
-        starts = evaluation_starts(text, number, config.batch, context, accum)
-        drawn = batch_at(text, starts, context, self.device)
-        if config.model.composite:
-            return self._add_kinds(drawn, text, starts)
-        step, part = divmod(number, accum)
-        windows = accum * config.batch
-        return self._prepare_windows(drawn, EVAL_SEED, step, range(part, windows, accum), windows)
+        starts = evaluation_starts(text, number, config.batch, config.model.ctx, config.accum)
+        step, part = divmod(number, config.accum)
+        return self._windows(text, starts, EVAL_SEED, step, part, self.device)
 
     def state_bytes(self) -> int:
         """Return the size of the persistent state in bytes."""
