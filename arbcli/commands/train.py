@@ -151,8 +151,7 @@ def train(
     if pin and not dry_run and not print_config:
         _pin(device)
     if resume is None:
-        settings = _merge_files(settings, config_file, init_from)
-        _check_new(settings, init_from, out)
+        settings = _new_settings(settings, config_file, init_from, out)
     else:
         others = {name: value for name, value in settings.items() if name not in CHANGEABLE}
         others |= opt.given_options(minutes=minutes, init_from=init_from, config=config_file)
@@ -266,29 +265,24 @@ def _leave_busy_processors(device: str | None, display: RunDisplay) -> None:
         display.noted(f"other programs are running: computing with {threads} of {usual} threads")
 
 
-def _merge_files(
-    settings: dict[str, Any], config_file: Path | None, init_from: Path | None
+def _new_settings(
+    settings: dict[str, Any], config_file: Path | None, init_from: Path | None, out: Path | None
 ) -> dict[str, Any]:
-    """Add the settings of the files given by `--model` and `--config`."""
+    """Add the settings of `--model` and `--config`, and check them before torch is imported."""
     if init_from is None:
         settings = opt.expand_model_file(settings)
     if config_file is not None:
         settings = read_settings(config_file) | settings
-    if init_from is not None:
-        _refuse_model_settings(settings)
-    return settings
-
-
-def _check_new(settings: dict[str, Any], init_from: Path | None, out: Path | None) -> None:
-    """Check that a new run can start, before torch is imported."""
     if init_from is None:
         opt.check_settings(settings)
     else:
+        _refuse_model_settings(settings)
         opt.find_run(init_from, loads=True)
         opt.check_texts(settings)
     if out is not None:
         run_files.check_free(out)
         check_folder(out, "--out")
+    return settings
 
 
 def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> "SavedModel":
