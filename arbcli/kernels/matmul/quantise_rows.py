@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import to_e4m3
-from arbcli.kernels.norm.rms_norm import tiling
+from arbcli.kernels.norm.rms_norm import tile_at, tiling
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
 from arbcli.kernels.runtime.backend import capability, row_chunks
 from arbcli.kernels.runtime.operation import Operation
@@ -71,23 +71,20 @@ def _quantise_rows_kernel(
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     x_ptrs = x_ptr + offs_m * stride_xm
     if WHOLE:
-        offs_d = tl.arange(0, BLOCK_D)
-        mask = (offs_m < M) & (offs_d < D)[None, :]
+        offs_d, mask = tile_at(0, offs_m, M, D, BLOCK_D)
         x = tl.load(x_ptrs + offs_d[None, :], mask=mask, other=0).to(tl.float32)
         store_e4m3(q_ptr, scale_ptr, x, offs_m, offs_d, mask, M, D, NATIVE)
     else:
         largest = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for start in range(0, D, BLOCK_D):
-            offs_d = start + tl.arange(0, BLOCK_D)
-            mask = (offs_m < M) & (offs_d < D)[None, :]
+            offs_d, mask = tile_at(start, offs_m, M, D, BLOCK_D)
             x = tl.load(x_ptrs + offs_d[None, :], mask=mask, other=0).to(tl.float32)
             further = largest_of_rows(x)
             largest = tl.maximum(largest, further, propagate_nan=tl.PropagateNan.ALL)
         scale, inverse = scales_of_largest(largest)
         tl.store(scale_ptr + offs_m, scale[:, None], mask=offs_m < M)
         for start in range(0, D, BLOCK_D):
-            offs_d = start + tl.arange(0, BLOCK_D)
-            mask = (offs_m < M) & (offs_d < D)[None, :]
+            offs_d, mask = tile_at(start, offs_m, M, D, BLOCK_D)
             x = tl.load(x_ptrs + offs_d[None, :], mask=mask, other=0).to(tl.float32)
             q = to_e4m3(x * inverse[:, None], NATIVE)
             tl.store(q_ptr + offs_m * D + offs_d[None, :], q, mask=mask)

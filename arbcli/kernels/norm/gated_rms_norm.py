@@ -17,6 +17,7 @@ from arbcli.kernels.norm.rms_norm import (
     norm_gradient,
     norm_native,
     store_rows,
+    tile_at,
     tiling,
 )
 from arbcli.kernels.runtime._triton import tl, triton
@@ -93,6 +94,16 @@ def _gated_rms_norm_backward_native(
 
 
 @triton.jit
+def _load_product(
+    gate_ptr, up_ptr, start, offs_m, M, D, stride_xm, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Load the tile of `tile_at` of silu(gate) * up; return its columns and mask, too."""
+    offs_d, mask = tile_at(start, offs_m, M, D, BLOCK_D)
+    gate, up = _load_gates(gate_ptr, up_ptr, offs_m, offs_d, mask, M, D, stride_xm, False)
+    return gate * sigmoid(gate) * up, offs_d, mask
+
+
+@triton.jit
 def _gated_rms_norm_kernel(
     gate_ptr, up_ptr, y_ptr,
     M, D, eps, one,
@@ -102,11 +113,7 @@ def _gated_rms_norm_kernel(
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     if WHOLE:  # rows stay in registers
-        offs_d = tl.arange(0, BLOCK_D)
-        mask = (offs_m < M) & (offs_d < D)[None, :]
-        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
-        up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
-        y = gate * sigmoid(gate) * up
+        y, offs_d, mask = _load_product(gate_ptr, up_ptr, 0, offs_m, M, D, stride_xm, BLOCK_D)
         if HAS_NORM:
             y *= tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None] * one
         store_rows(y_ptr, y, offs_m, offs_d, mask, D)
@@ -114,19 +121,15 @@ def _gated_rms_norm_kernel(
         squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
         if HAS_NORM:
             for start in range(0, D, BLOCK_D):
-                offs_d = start + tl.arange(0, BLOCK_D)
-                mask = (offs_m < M) & (offs_d < D)[None, :]
-                gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
-                up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
-                product = gate * sigmoid(gate) * up
+                product, _, _ = _load_product(
+                    gate_ptr, up_ptr, start, offs_m, M, D, stride_xm, BLOCK_D
+                )
                 squares += tl.sum(product * product, axis=1)
         r = tl.rsqrt(squares / D + eps)[:, None]
         for start in range(0, D, BLOCK_D):
-            offs_d = start + tl.arange(0, BLOCK_D)
-            mask = (offs_m < M) & (offs_d < D)[None, :]
-            gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
-            up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
-            y = gate * sigmoid(gate) * up
+            y, offs_d, mask = _load_product(
+                gate_ptr, up_ptr, start, offs_m, M, D, stride_xm, BLOCK_D
+            )
             if HAS_NORM:
                 y *= r * one
             store_rows(y_ptr, y, offs_m, offs_d, mask, D)
@@ -148,8 +151,7 @@ def _gated_rms_norm_backward_kernel(
         squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
         products = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for start in range(0, D, BLOCK_D):
-            offs_d = start + tl.arange(0, BLOCK_D)
-            mask = (offs_m < M) & (offs_d < D)[None, :]
+            offs_d, mask = tile_at(start, offs_m, M, D, BLOCK_D)
             gate, up = _load_gates(gate_ptr, up_ptr, offs_m, offs_d, mask, M, D, stride_xm, PACKED)
             y = gate * sigmoid(gate) * up
             grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
@@ -159,8 +161,7 @@ def _gated_rms_norm_backward_kernel(
         mean = (products * r / D)[:, None]
         r = r[:, None]
     for start in range(0, D, BLOCK_D):  # only once, if a tile has the whole row
-        offs_d = start + tl.arange(0, BLOCK_D)
-        mask = (offs_m < M) & (offs_d < D)[None, :]
+        offs_d, mask = tile_at(start, offs_m, M, D, BLOCK_D)
         gate, up = _load_gates(gate_ptr, up_ptr, offs_m, offs_d, mask, M, D, stride_xm, PACKED)
         grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
         share = sigmoid(gate)

@@ -136,6 +136,20 @@ def load_rows(ptr, offs_m, offs_d, mask, stride_m):
 
 
 @triton.jit
+def tile_at(start, offs_m, M, D, BLOCK_D: tl.constexpr):
+    """Compute the columns, [BLOCK_D], and the mask of the tile from column `start` on."""
+    offs_d = start + tl.arange(0, BLOCK_D)
+    return offs_d, (offs_m < M) & (offs_d < D)[None, :]
+
+
+@triton.jit
+def load_tile(ptr, start, offs_m, M, D, stride_m, BLOCK_D: tl.constexpr):
+    """Load the tile of `tile_at` as float32; return its columns and mask, too."""
+    offs_d, mask = tile_at(start, offs_m, M, D, BLOCK_D)
+    return load_rows(ptr, offs_m, offs_d, mask, stride_m), offs_d, mask
+
+
+@triton.jit
 def load_weight(ptr, offs_d, D, one, HAS_WEIGHT: tl.constexpr):
     """Load float32 weights of columns, [1, BLOCK_D]; without weights return `one`, which is 1.
 
@@ -165,9 +179,7 @@ def _rms_norm_kernel(
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     if WHOLE:  # rows stay in registers
-        offs_d = tl.arange(0, BLOCK_D)
-        mask = (offs_m < M) & (offs_d < D)[None, :]
-        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+        x, offs_d, mask = load_tile(x_ptr, 0, offs_m, M, D, stride_xm, BLOCK_D)
         weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
         if ADD:  # what is normalised is the sum as it is stored
             x += load_rows(added_ptr, offs_m, offs_d, mask, stride_am)
@@ -179,15 +191,11 @@ def _rms_norm_kernel(
         # rows too long for registers are read twice: for the mean square, then for the result
         squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for start in range(0, D, BLOCK_D):
-            offs_d = start + tl.arange(0, BLOCK_D)
-            mask = (offs_m < M) & (offs_d < D)[None, :]
-            x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+            x, offs_d, mask = load_tile(x_ptr, start, offs_m, M, D, stride_xm, BLOCK_D)
             squares += tl.sum(x * x, axis=1)
         r = tl.rsqrt(squares / D + eps)[:, None]
         for start in range(0, D, BLOCK_D):
-            offs_d = start + tl.arange(0, BLOCK_D)
-            mask = (offs_m < M) & (offs_d < D)[None, :]
-            x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+            x, offs_d, mask = load_tile(x_ptr, start, offs_m, M, D, stride_xm, BLOCK_D)
             y = x * r * load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
             store_rows(y_ptr, y, offs_m, offs_d, mask, D)
 
@@ -213,9 +221,7 @@ def _rms_norm_backward_kernel(
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     if WHOLE:
-        offs_d = tl.arange(0, BLOCK_D)
-        mask = (offs_m < M) & (offs_d < D)[None, :]
-        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+        x, offs_d, mask = load_tile(x_ptr, 0, offs_m, M, D, stride_xm, BLOCK_D)
         weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
         # gradient of the normalised row, which is projected off that row
         grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
@@ -232,9 +238,7 @@ def _rms_norm_backward_kernel(
         squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
         products = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for start in range(0, D, BLOCK_D):
-            offs_d = start + tl.arange(0, BLOCK_D)
-            mask = (offs_m < M) & (offs_d < D)[None, :]
-            x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+            x, offs_d, mask = load_tile(x_ptr, start, offs_m, M, D, stride_xm, BLOCK_D)
             grad_y = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
             squares += tl.sum(x * x, axis=1)
             weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
@@ -244,8 +248,7 @@ def _rms_norm_backward_kernel(
         r = r[:, None]
         # second pass: the gradient, and y again
         for start in range(0, D, BLOCK_D):
-            offs_d = start + tl.arange(0, BLOCK_D)
-            mask = (offs_m < M) & (offs_d < D)[None, :]
+            offs_d, mask = tile_at(start, offs_m, M, D, BLOCK_D)
             weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
             xhat = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm) * r
             grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight

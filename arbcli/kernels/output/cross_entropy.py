@@ -31,12 +31,26 @@ def _cross_entropy_backward_torch(logits: Tensor, targets: Tensor, scale: Tensor
 
 
 @triton.jit
-def _softmax_parts(logits_ptr, offs_m, offs_v, mask, stride_m, stride_v):
-    """Load rows of logits, subtract each row's maximum, and sum the exponentials."""
-    ptrs = logits_ptr + offs_m * stride_m + offs_v[None, :] * stride_v
+def _softmax_parts(
+    logits_ptr, targets_ptr, M, V, stride_m, stride_v, stride_t,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Load rows of logits, subtract each row's maximum, and sum the exponentials.
+
+    Returns:
+        Indices of rows, which of them there are, and columns; differences, their sums, and targets.
+    """
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_v = tl.arange(0, BLOCK_V)
+    inside = offs_m < M
+    row = tl.minimum(offs_m, M - 1)[:, None]  # beyond the end, the last row, which is not stored
+    mask = (offs_v < V)[None, :]
+    ptrs = logits_ptr + row * stride_m + offs_v[None, :] * stride_v
     x = tl.load(ptrs, mask=mask, other=float("-inf")).to(tl.float32)
     x -= tl.max(x, axis=1)[:, None]
-    return x, tl.sum(tl.exp(x), axis=1)
+    total = tl.sum(tl.exp(x), axis=1)
+    target = tl.load(targets_ptr + offs_m * stride_t, mask=inside, other=0)
+    return offs_m, inside, offs_v, x, total, target
 
 
 @triton.jit
@@ -46,14 +60,9 @@ def _cross_entropy_kernel(
     stride_m, stride_v, stride_t,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_v = tl.arange(0, BLOCK_V)
-    inside = offs_m < M
-    row = tl.minimum(offs_m, M - 1)[
-        :, None
-    ]  # beyond the end, read the last row; the loss is not stored
-    x, total = _softmax_parts(logits_ptr, row, offs_v, (offs_v < V)[None, :], stride_m, stride_v)
-    target = tl.load(targets_ptr + offs_m * stride_t, mask=inside, other=0)
+    offs_m, inside, offs_v, x, total, target = _softmax_parts(
+        logits_ptr, targets_ptr, M, V, stride_m, stride_v, stride_t, BLOCK_M, BLOCK_V
+    )
     target_logit = tl.sum(tl.where(offs_v[None, :] == target[:, None], x, 0.0), axis=1)
     tl.store(loss_ptr + offs_m, tl.log(total) - target_logit, mask=inside)
 
@@ -65,12 +74,9 @@ def _cross_entropy_backward_kernel(
     stride_m, stride_v, stride_t,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_v = tl.arange(0, BLOCK_V)
-    inside = offs_m < M
-    row = tl.minimum(offs_m, M - 1)[:, None]
-    x, total = _softmax_parts(logits_ptr, row, offs_v, (offs_v < V)[None, :], stride_m, stride_v)
-    target = tl.load(targets_ptr + offs_m * stride_t, mask=inside, other=0)
+    offs_m, inside, offs_v, x, total, target = _softmax_parts(
+        logits_ptr, targets_ptr, M, V, stride_m, stride_v, stride_t, BLOCK_M, BLOCK_V
+    )
     is_target = (offs_v[None, :] == target[:, None]).to(tl.float32)
     grad = (tl.exp(x) / total[:, None] - is_target) * (tl.load(scale_ptr) * share)
     grad_ptrs = grad_ptr + offs_m[:, None] * V + offs_v[None, :]

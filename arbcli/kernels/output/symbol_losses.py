@@ -35,21 +35,26 @@ def _grade_symbols_torch(logits: Tensor, targets: Tensor, total: Tensor, scale: 
 
 
 @triton.jit
+def _load_logits(logits_ptr, N, stride_m, stride_n, BLOCK_N: tl.constexpr):
+    """Load a program's row: its index, and indices, pointers and values of its logits."""
+    m, offs_n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N)
+    ptrs = logits_ptr + m * stride_m + offs_n.to(tl.int64) * stride_n
+    return m, offs_n, ptrs, tl.load(ptrs, mask=offs_n < N, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
 def _add_symbols_kernel(
     total_ptr, target_sums_ptr, logits_ptr, targets_ptr,
     N,
     stride_m, stride_n, stride_t,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    m, offs_n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N)
-    inside = offs_n < N
-    ptrs = logits_ptr + m * stride_m + offs_n.to(tl.int64) * stride_n
-    x = tl.load(ptrs, mask=inside, other=float("-inf")).to(tl.float32)
+    m, offs_n, _, x = _load_logits(logits_ptr, N, stride_m, stride_n, BLOCK_N)
     target = tl.load(targets_ptr + m * stride_t)
     before, so_far = tl.load(total_ptr + m), tl.load(target_sums_ptr + m)
     highest = tl.maximum(tl.max(x, axis=0), before)
     total = tl.sum(tl.exp(x - highest), axis=0) + tl.exp(before - highest)
-    logit = tl.sum(tl.where((offs_n == target) & inside, x, 0.0), axis=0)
+    logit = tl.sum(tl.where((offs_n == target) & (offs_n < N), x, 0.0), axis=0)
     tl.debug_barrier()  # all threads read before any thread writes
     tl.store(total_ptr + m, tl.log(total) + highest)
     tl.store(target_sums_ptr + m, so_far + logit)
@@ -62,13 +67,10 @@ def _grade_symbols_kernel(
     stride_m, stride_n, stride_t,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    m, offs_n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N)
-    inside = offs_n < N
-    ptrs = logits_ptr + m * stride_m + offs_n.to(tl.int64) * stride_n
-    x = tl.load(ptrs, mask=inside, other=float("-inf")).to(tl.float32)
+    m, offs_n, ptrs, x = _load_logits(logits_ptr, N, stride_m, stride_n, BLOCK_N)
     is_target = (offs_n == tl.load(targets_ptr + m * stride_t)).to(tl.float32)
     grad = (tl.exp(x - tl.load(total_ptr + m)) - is_target) * tl.load(scale_ptr + m)
-    tl.store(ptrs, grad.to(logits_ptr.dtype.element_ty), mask=inside)
+    tl.store(ptrs, grad.to(logits_ptr.dtype.element_ty), mask=offs_n < N)
 
 
 def _add_symbols_triton(

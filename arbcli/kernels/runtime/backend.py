@@ -11,7 +11,7 @@ from torch import Tensor
 from arbcli.base.environment import BACKENDS, INTERPRET
 from arbcli.base.errors import ArbError, quoted
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TritonMissing
+from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TritonMissing, tl, triton
 
 Tiles = TypeVar("Tiles", int, tuple[int, ...])
 
@@ -165,6 +165,23 @@ def chunk_elements(usual: int) -> int:
 def tiles_of_a_program(matrix: Tensor, few: Tiles, many: Tiles) -> Tiles:
     """Return the number of tiles per program, or their sizes: few for small matrices."""
     return many if matrix.numel() >= LARGE_ELEMENTS else few
+
+
+def count_tiles(rows: int, columns: int, block_n: int, block_k: int) -> int:
+    """Count the tiles of `block_n` rows and `block_k` columns that cover a matrix."""
+    return triton.cdiv(rows, block_n) * triton.cdiv(columns, block_k)
+
+
+@triton.jit
+def tile_of_program(N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Compute the rows, [BLOCK_N, 1], the columns, [1, BLOCK_K], and the mask of a program's tile.
+
+    The grid has one axis, as merged launches need, and runs through each row of tiles.
+    """
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    n = (tl.program_id(0).to(tl.int64) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    k = (tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    return n, k, (n < N) & (k < K)
 
 
 def row_chunks(matrix: Tensor, elements: int = 1 << 18) -> Iterator[slice]:

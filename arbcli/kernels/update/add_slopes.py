@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import count_tiles, tile_of_program
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import round_to_int
 
@@ -43,11 +44,7 @@ def _add_slopes_kernel(
     CLIP: tl.constexpr, UNIT: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    tiles_g = tl.cdiv(num_groups, BLOCK_G)
-    tile_n = tl.program_id(0).to(tl.int64) // tiles_g
-    n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    g = ((tl.program_id(0) % tiles_g) * BLOCK_G + tl.arange(0, BLOCK_G))[None, :]
-    mask = (n < N) & (g < num_groups)
+    n, g, mask = tile_of_program(N, num_groups, BLOCK_N, BLOCK_G)
     total_ptrs = total_ptr + n * stride_tn + g * stride_tg
     total = tl.load(total_ptrs, mask=mask, other=0).to(tl.int32)  # [BLOCK_N, BLOCK_G]
     if tl.load(ok_ptr) != 0:
@@ -64,7 +61,7 @@ def _add_slopes_triton(
     total: Tensor, slope: Tensor, slope_gain: Tensor, weight: Tensor, ok: Tensor
 ) -> Tensor:
     rows, groups = slope.shape
-    programs = triton.cdiv(rows, BLOCK_N) * triton.cdiv(groups, BLOCK_G)
+    programs = count_tiles(rows, groups, BLOCK_N, BLOCK_G)
     squares = torch.empty(programs, dtype=torch.float64, device=slope.device)
     if programs:
         _add_slopes_kernel[(programs,)](

@@ -12,7 +12,7 @@ from torch import Tensor
 from arbcli.kernels.codec.layout import BLOCK, PLANE, TRITS_PER_BYTE
 from arbcli.kernels.codec.packing import unpack_trits_torch
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.backend import count_tiles, row_chunks, tile_of_program
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.random_bits import random_halves, random_words
 
@@ -47,10 +47,7 @@ def _average_weights_kernel(
     rate = tl.load(rate_ptr)
     if rate == 0:
         return
-    tiles_k = tl.cdiv(K, BLOCK_K)
-    n = (tl.program_id(0).to(tl.int64) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    k = ((tl.program_id(0) % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-    mask = (n < N) & (k < K)
+    n, k, mask = tile_of_program(N, K, BLOCK_N, BLOCK_K)
     # byte and digit of each column: a block of 160 columns has 5 planes, and the last may be short
     block = k // COLUMNS
     width = tl.minimum((K - block * COLUMNS + DIGITS - 1) // DIGITS, WIDTH)
@@ -81,7 +78,7 @@ def _average_weights_triton(
 ) -> None:  # fmt: skip
     rows, columns = remainder.shape
     if remainder.numel():
-        grid = (triton.cdiv(rows, BLOCK_N) * triton.cdiv(columns, BLOCK_K),)
+        grid = (count_tiles(rows, columns, BLOCK_N, BLOCK_K),)
         _average_weights_kernel[grid](
             packed, remainder, average, key, turn, rate, rows, columns,
             *packed.stride(), *remainder.stride(), *average.stride(),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
+from arbcli.kernels.runtime.backend import count_tiles, row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import (
     GAINS_BELONG,
@@ -137,7 +137,7 @@ def _blend_moment_triton(
     if moment.numel():
         has_rows, has_columns = row_gain is not None, column_gain is not None
         width, warps = tiles_of_a_program(moment, SMALL_TILE, LARGE_TILE)
-        grid = (triton.cdiv(rows, 2 * PAIRS) * triton.cdiv(columns, width),)
+        grid = (count_tiles(rows, columns, 2 * PAIRS, width),)
         _blend_moment_kernel[grid](
             moment, values, row_gain if has_rows else values,
             column_gain if has_columns else values, key, key if turn is None else turn, gain, shift,

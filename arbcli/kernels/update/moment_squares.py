@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.backend import count_tiles, row_chunks, tile_of_program
 from arbcli.kernels.runtime.operation import Operation
 
 BLOCK_N, BLOCK_K = 8, 512
@@ -23,10 +23,7 @@ def _moment_squares_kernel(
     moment_ptr, squares_ptr, N, K, stride_n, stride_k,
     NIBBLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    tiles_k = tl.cdiv(K, BLOCK_K)
-    n = (tl.program_id(0).to(tl.int64) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    k = ((tl.program_id(0) % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-    mask = (n < N) & (k < K)
+    n, k, mask = tile_of_program(N, K, BLOCK_N, BLOCK_K)
     state = tl.load(moment_ptr + n * stride_n + k * stride_k, mask=mask, other=0).to(tl.int32)
     if NIBBLE:
         state >>= 4
@@ -36,7 +33,7 @@ def _moment_squares_kernel(
 def _moment_squares_triton(moment: Tensor, squares: Tensor, nibble: bool) -> None:
     rows, columns = moment.shape
     if moment.numel():
-        grid = (triton.cdiv(rows, BLOCK_N) * triton.cdiv(columns, BLOCK_K),)
+        grid = (count_tiles(rows, columns, BLOCK_N, BLOCK_K),)
         _moment_squares_kernel[grid](
             moment, squares, rows, columns, *moment.stride(),
             NIBBLE=nibble, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,

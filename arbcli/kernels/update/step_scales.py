@@ -13,7 +13,7 @@ from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, count_tiles, tile_of_program
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import round_to_int
 from arbcli.kernels.update.random_bits import random_bits, random_words
@@ -67,11 +67,7 @@ def _step_scales_kernel(
 ):  # fmt: skip
     if tl.load(ok_ptr) == 0:
         return
-    tiles_g = tl.cdiv(num_groups, BLOCK_G)
-    tile_n = tl.program_id(0).to(tl.int64) // tiles_g
-    n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    g = ((tl.program_id(0) % tiles_g) * BLOCK_G + tl.arange(0, BLOCK_G))[None, :]
-    mask = (n < N) & (g < num_groups)
+    n, g, mask = tile_of_program(N, num_groups, BLOCK_N, BLOCK_G)
     exponent_ptrs = exponent_ptr + n * stride_en + g * stride_eg
     fraction_ptrs = fraction_ptr + n * stride_fn + g * stride_fg
     v = tl.load(exponent_ptrs, mask=mask, other=0).to(tl.int32) * 128
@@ -94,7 +90,7 @@ def _step_scales_triton(
         small = groups <= FEW_GROUPS and slope.numel() < LARGE_ELEMENTS // PLANE
         block_g = FEW_AT_ONCE if small else min(triton.next_power_of_2(groups), 128)
         block_n = 1024 // block_g
-        _step_scales_kernel[(triton.cdiv(rows, block_n) * triton.cdiv(groups, block_g),)](
+        _step_scales_kernel[(count_tiles(rows, groups, block_n, block_g),)](
             exponent, fraction, slope, slope_gain, key, gain, shift, ok, rows, groups,
             *exponent.stride(), *fraction.stride(), *slope.stride(),
             CLIP=CLIP, LOWEST=LOWEST, HIGHEST=HIGHEST, BLOCK_N=block_n, BLOCK_G=block_g,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
-from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.backend import count_tiles, row_chunks
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.hadamard import BLOCK_FITS, column_signs, mix_blocks, mixed_back
 from arbcli.kernels.update.quantise_gradient import NONE, NOT_FINITE, together
@@ -76,7 +76,7 @@ def _sum_gradients_triton(
     if grad.numel():
         block_k = min(512, triton.next_power_of_2(columns))
         block_n = max(1, 1024 // block_k)
-        _sum_gradients_kernel[(triton.cdiv(rows, block_n) * triton.cdiv(columns, block_k),)](
+        _sum_gradients_kernel[(count_tiles(rows, columns, block_n, block_k),)](
             parts, low, exponent, fitting, grad, rows, columns,
             parts.stride(0), 0 if low is None else low.stride(0), fitting.stride(0),
             PARTS=number, BLOCK=block, STAGES=block.bit_length() - 1,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
+from arbcli.kernels.runtime.backend import count_tiles, row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import (
     GAINS_BELONG,
@@ -113,7 +113,7 @@ def _unit_gain_triton(
     has_rows, has_columns = row_gain is not None, column_gain is not None
     block_n, block_k = 4, 256
     steps = tiles_of_a_program(values, 1, 8)
-    parts = triton.cdiv(rows, block_n * steps) * triton.cdiv(columns, block_k)
+    parts = count_tiles(rows, columns, block_n * steps, block_k)
     squares, gain = (
         torch.empty(size, dtype=torch.float32, device=values.device)
         for size in (parts, rows if has_rows else 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import backend_of
+from arbcli.kernels.runtime.backend import backend_of, count_tiles, tile_of_program
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.runtime.operation import Operation
 
@@ -28,10 +28,7 @@ def _unit_moment_kernel(
     N, K, stride_mn, stride_mk, stride_on, stride_ok,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    tiles_k = tl.cdiv(K, BLOCK_K)
-    n = tl.program_id(0).to(tl.int64) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    k = (tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-    mask = (n < N) & (k < K)
+    n, k, mask = tile_of_program(N, K, BLOCK_N, BLOCK_K)
     moment = tl.load(moment_ptr + n * stride_mn + k * stride_mk, mask=mask, other=0)
     squares = tl.load(squares_ptr)
     norm = tl.sqrt_rn(squares.to(tl.float32)).to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -45,7 +42,7 @@ def _unit_moment_triton(moment: Tensor, squares: Tensor, out: Tensor) -> None:
     rows, columns = moment.shape
     if moment.numel():
         block_n, block_k = 4, 512
-        _unit_moment_kernel[(triton.cdiv(rows, block_n) * triton.cdiv(columns, block_k),)](
+        _unit_moment_kernel[(count_tiles(rows, columns, block_n, block_k),)](
             moment, squares, out, rows, columns, *moment.stride(), *out.stride(),
             BLOCK_N=block_n, BLOCK_K=block_k,
         )  # fmt: skip
