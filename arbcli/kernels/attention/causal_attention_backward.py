@@ -16,6 +16,7 @@ Source: T. Dao, "FlashAttention-2", https://arxiv.org/abs/2307.08691, algorithm 
 import torch
 from torch import Tensor
 
+from arbcli.kernels.attention.rotary_norm import load_angles, store_rotated_back
 from arbcli.kernels.rows.dropout import mask_constants
 from arbcli.kernels.runtime._triton import described, tl, triton
 from arbcli.kernels.runtime.backend import capability
@@ -101,12 +102,9 @@ def _store_turned(
     # backward of the rotation: rotate by the negative angle
     one, other = tl.split(values.reshape(ROWS, 2, D // 2).permute(0, 2, 1))
     table, mask = t.to(tl.int64)[:, None] * (D // 2) + offs_h, known[:, None]
-    cos = tl.load(cos_ptr + table, mask=mask, other=0)
-    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    cos, sin = load_angles(cos_ptr, sin_ptr, table, mask)
     ptrs = grads_ptr + ((token * 3 + part) * H + h)[:, None] * D + offs_h
-    dtype = grads_ptr.dtype.element_ty
-    tl.store(ptrs, (one * cos + other * sin).to(dtype), mask=mask)
-    tl.store(ptrs + D // 2, (other * cos - one * sin).to(dtype), mask=mask)
+    store_rotated_back(ptrs, one, other, cos, sin, mask, D // 2)
 
 
 @triton.jit
@@ -377,12 +375,9 @@ def launch_backward(
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     r, cos, sin = turned or (logs, logs, logs)
     chosen = {
-        "GROUP": heads // kv,
-        "D": width,
-        "BLOCK": block,
-        "PRECISION": precision,
+        "GROUP": heads // kv, "D": width, "BLOCK": block, "PRECISION": precision,
         "TURNED": turned is not None,
-    }
+    }  # fmt: skip
     key, rate = dropped or (logs, None)
     chosen |= {"THRESHOLD": None, "FACTOR": None} if rate is None else mask_constants(rate)
     padded = blocks * block  # key programs read whole blocks of queries

@@ -41,7 +41,7 @@ from arbcli.kernels.attention.eight_bits import (
     quantise_entry,
     scale_of_entry,
 )
-from arbcli.kernels.attention.rotary_norm import rotate
+from arbcli.kernels.attention.rotary_norm import load_angles, rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
@@ -134,8 +134,7 @@ def load_rotated(
     is_first = offs_d < HALF
     other, angle = tl.where(is_first, HALF, -HALF), offs_d - tl.where(is_first, 0, HALF)
     table = position.to(tl.int64) * HALF + angle
-    cos = tl.load(cos_ptr + table, mask=mask_d, other=0)
-    sin = tl.load(sin_ptr + table, mask=mask_d, other=0)
+    cos, sin = load_angles(cos_ptr, sin_ptr, table, mask_d)
     sin = tl.where(is_first, -sin, sin)
     q_ptrs = qkv_ptr + head * WIDTH + offs_d
     both = q_ptrs[:, None] + (HEADS * WIDTH * tl.arange(0, 2))[None, :]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from arbcli.kernels.attention.rotary_norm import rotary_tile, rotate
+from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
@@ -47,7 +47,7 @@ def _rotary_heads_torch(
             z = x.float()
             if eps is not None:
                 z = rms_norm(z, (width,), None if gains is None else gains[part], eps)
-            y[rows, :, place : place + x.shape[2]] = rotate(z, cos[:, None], sin[:, None])
+            y[rows, :, place : place + x.shape[2]] = rotary.rotate(z, cos[:, None], sin[:, None])
             place += x.shape[2]
     return y
 
@@ -61,7 +61,7 @@ def _rotary_heads_backward_torch(
     for rows in row_chunks(qkv.flatten(1)):
         xs, results = _parts(qkv[rows], kv), _parts(grad_qkv[rows], kv)
         for part, grad in enumerate((grad_q, grad_k)):
-            grad_z = rotate(grad[rows].transpose(1, 2), cos[:, None], -sin[:, None])
+            grad_z = rotary.rotate(grad[rows].transpose(1, 2), cos[:, None], -sin[:, None])
             if eps is not None:
                 x = xs[part].float()
                 r = x.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
@@ -88,11 +88,9 @@ def _rotary_heads_kernel(
     offs_h = tl.arange(0, BLOCK_H)[None, :]
     mask = (row < num_rows)[:, None] & (offs_h < HALF)
     x_ptrs = qkv_ptr + ((token * (HEADS + 2 * KV) + head) * 2 * HALF)[:, None] + offs_h
-    first = tl.load(x_ptrs, mask=mask, other=0).to(tl.float32)
-    second = tl.load(x_ptrs + HALF, mask=mask, other=0).to(tl.float32)
+    first, second = rotary.load_halves(x_ptrs, mask, HALF)
     if NORMAL:
-        squares = tl.sum(first * first + second * second, axis=1)
-        r = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        r = rotary.inverse_rms(first, second, eps, HALF)[:, None]
         first *= r
         second *= r
     if GAINS:
@@ -100,13 +98,9 @@ def _rotary_heads_kernel(
         first *= tl.load(gain_ptrs, mask=mask, other=0)
         second *= tl.load(gain_ptrs + HALF, mask=mask, other=0)
 
-    table = ((token % T) * HALF)[:, None] + offs_h
-    cos = tl.load(cos_ptr + table, mask=mask, other=0)
-    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    cos, sin = rotary.load_angles(cos_ptr, sin_ptr, ((token % T) * HALF)[:, None] + offs_h, mask)
     y_ptrs = y_ptr + (row * 2 * HALF)[:, None] + offs_h
-    dtype = y_ptr.dtype.element_ty
-    tl.store(y_ptrs, (first * cos - second * sin).to(dtype), mask=mask)
-    tl.store(y_ptrs + HALF, (first * sin + second * cos).to(dtype), mask=mask)
+    rotary.store_rotated(y_ptrs, first, second, cos, sin, 1.0, mask, HALF)
 
 
 @triton.jit
@@ -146,36 +140,25 @@ def _rotary_heads_backward_kernel(
         mask = (token < tokens)[:, None] & (offs_h < HALF)
         grad_ptrs = grad_ptr + batch * stride_b + head * stride_h + position * stride_t
         grad_ptrs = grad_ptrs[:, None] + offs_h
-        first = tl.load(grad_ptrs, mask=mask, other=0).to(tl.float32)
-        second = tl.load(grad_ptrs + HALF, mask=mask, other=0).to(tl.float32)
+        first, second = rotary.load_halves(grad_ptrs, mask, HALF)
         out = ((token * (HEADS + 2 * KV) + begin + head) * 2 * HALF)[:, None] + offs_h
         if part < 2:
             table = (position * HALF)[:, None] + offs_h
-            cos = tl.load(cos_ptr + table, mask=mask, other=0)
-            sin = tl.load(sin_ptr + table, mask=mask, other=0)
-            turned = first * cos + second * sin
-            second = second * cos - first * sin
-            first = turned
+            cos, sin = rotary.load_angles(cos_ptr, sin_ptr, table, mask)
+            first, second = rotary.rotate_back(first, second, cos, sin)
             if NORMAL:
-                x_first = tl.load(qkv_ptr + out, mask=mask, other=0).to(tl.float32)
-                x_second = tl.load(qkv_ptr + out + HALF, mask=mask, other=0).to(tl.float32)
-                squares = tl.sum(x_first * x_first + x_second * x_second, axis=1)
-                r = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
-                x_first *= r
-                x_second *= r
+                x_first, x_second = rotary.load_halves(qkv_ptr + out, mask, HALF)
+                r = rotary.inverse_rms(x_first, x_second, eps, HALF)
+                x_first *= r[:, None]
+                x_second *= r[:, None]
                 if GAINS:
                     first_sums += first * x_first
                     second_sums += second * x_second
                     gain_ptrs = gains_ptr + part * 2 * HALF + offs_h
                     first *= tl.load(gain_ptrs, mask=offs_h < HALF, other=0)
                     second *= tl.load(gain_ptrs + HALF, mask=offs_h < HALF, other=0)
-                products = tl.sum(x_first * first + x_second * second, axis=1)
-                mean = (products / (2 * HALF))[:, None]
-                first = (first - x_first * mean) * r
-                second = (second - x_second * mean) * r
-        dtype = grad_qkv_ptr.dtype.element_ty
-        tl.store(grad_qkv_ptr + out, first.to(dtype), mask=mask)
-        tl.store(grad_qkv_ptr + out + HALF, second.to(dtype), mask=mask)
+                first, second = rotary.norm_backward(first, second, x_first, x_second, r, HALF)
+        rotary.store_halves(grad_qkv_ptr + out, first, second, mask, HALF)
     if GAINS and part < 2:
         offs = tl.arange(0, BLOCK_H)
         sums_ptrs = sums_ptr + (part * tl.num_programs(0) + program) * 2 * HALF + offs
@@ -190,7 +173,7 @@ def _rotary_heads_triton(
     y = qkv.new_empty(batch, length, heads - kv, width)
     rows = batch * length * (heads - kv)
     if rows:
-        tile = rotary_tile(width // 2)
+        tile = rotary.rotary_tile(width // 2)
         _rotary_heads_kernel[(triton.cdiv(rows, tile["BLOCK_R"]),)](
             qkv, cos if gains is None else gains, cos, sin, y, rows, length, heads - 2 * kv, kv,
             eps or 0.0, NORMAL=eps is not None, GAINS=gains is not None, **tile,
@@ -204,7 +187,7 @@ def _rotary_heads_backward_triton(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, length, _, width = qkv.shape
     heads, kv = grad_q.shape[1], grad_k.shape[1]
-    tile, tiles = rotary_tile(width // 2), 1 if gains is None else TILES
+    tile, tiles = rotary.rotary_tile(width // 2), 1 if gains is None else TILES
     programs = triton.cdiv(batch * length * max(heads, kv), tiles * tile["BLOCK_R"])
     grad_qkv = torch.empty_like(qkv)
     sums = None if gains is None else gains.new_empty(2, programs, width)

@@ -91,6 +91,63 @@ def _rotary_norm_backward_native(
 
 
 @triton.jit
+def load_halves(ptrs, mask, HALF: tl.constexpr):
+    """Load both halves of heads as float32, zeros where masked."""
+    first = tl.load(ptrs, mask=mask, other=0).to(tl.float32)
+    return first, tl.load(ptrs + HALF, mask=mask, other=0).to(tl.float32)
+
+
+@triton.jit
+def store_halves(ptrs, first, second, mask, HALF: tl.constexpr):
+    """Store both halves of heads, rounded to the dtype of the memory."""
+    tl.store(ptrs, first.to(ptrs.dtype.element_ty), mask=mask)
+    tl.store(ptrs + HALF, second.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_angles(cos_ptr, sin_ptr, offsets, mask):
+    """Load cosines and sines at offsets of their tables."""
+    cos = tl.load(cos_ptr + offsets, mask=mask, other=0)
+    return cos, tl.load(sin_ptr + offsets, mask=mask, other=0)
+
+
+@triton.jit
+def store_rotated(ptrs, first, second, cos, sin, r, mask, HALF: tl.constexpr):
+    """Rotate both halves of heads, multiply them by r, and store them."""
+    tl.store(ptrs, ((first * cos - second * sin) * r).to(ptrs.dtype.element_ty), mask=mask)
+    second = (first * sin + second * cos) * r
+    tl.store(ptrs + HALF, second.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_rotated_back(ptrs, first, second, cos, sin, mask, HALF: tl.constexpr):
+    """Rotate both halves of heads by the negative angles, and store them."""
+    tl.store(ptrs, (first * cos + second * sin).to(ptrs.dtype.element_ty), mask=mask)
+    second = second * cos - first * sin
+    tl.store(ptrs + HALF, second.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotate_back(first, second, cos, sin):
+    """Rotate both halves of heads by the negative angles."""
+    return first * cos + second * sin, second * cos - first * sin
+
+
+@triton.jit
+def inverse_rms(first, second, eps, HALF: tl.constexpr):
+    """Compute r of heads, [ROWS], from both halves."""
+    return tl.rsqrt(tl.sum(first * first + second * second, axis=1) / (2 * HALF) + eps)
+
+
+@triton.jit
+def norm_backward(grad_first, grad_second, y_first, y_second, r, HALF: tl.constexpr):
+    """Compute the gradient r * (gy - y * mean(y * gy)) of both halves of heads."""
+    products = tl.sum(y_first * grad_first + y_second * grad_second, axis=1)
+    mean = (products / (2 * HALF))[:, None]
+    return (grad_first - y_first * mean) * r[:, None], (grad_second - y_second * mean) * r[:, None]
+
+
+@triton.jit
 def _rotary_norm_kernel(
     qkv_ptr, cos_ptr, sin_ptr, r_ptr,
     num_rows, T, HEADS, eps,
@@ -100,19 +157,13 @@ def _rotary_norm_kernel(
     token, head = row // (2 * HEADS), row % (2 * HEADS)
     offs_h = tl.arange(0, BLOCK_H)[None, :]
     mask = (row < num_rows)[:, None] & (offs_h < HALF)
-    table = ((token % T) * HALF)[:, None] + offs_h
-    cos = tl.load(cos_ptr + table, mask=mask, other=0)
-    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    cos, sin = load_angles(cos_ptr, sin_ptr, ((token % T) * HALF)[:, None] + offs_h, mask)
 
-    first_ptrs = qkv_ptr + ((token * 3 * HEADS + head) * 2 * HALF)[:, None] + offs_h
-    first = tl.load(first_ptrs, mask=mask, other=0).to(tl.float32)
-    second = tl.load(first_ptrs + HALF, mask=mask, other=0).to(tl.float32)
-    squares = tl.sum(first * first + second * second, axis=1)
-    r = tl.rsqrt(squares / (2 * HALF) + eps)
+    ptrs = qkv_ptr + ((token * 3 * HEADS + head) * 2 * HALF)[:, None] + offs_h
+    first, second = load_halves(ptrs, mask, HALF)
+    r = inverse_rms(first, second, eps, HALF)
     tl.store(r_ptr + row, r, mask=row < num_rows)
-    dtype = qkv_ptr.dtype.element_ty
-    tl.store(first_ptrs, ((first * cos - second * sin) * r[:, None]).to(dtype), mask=mask)
-    tl.store(first_ptrs + HALF, ((first * sin + second * cos) * r[:, None]).to(dtype), mask=mask)
+    store_rotated(ptrs, first, second, cos, sin, r[:, None], mask, HALF)
 
 
 @triton.jit
@@ -143,24 +194,13 @@ def _rotary_norm_backward_kernel(
             grad_ptrs = grad_k_ptr + batch * stride_kb + head * stride_kh + position * stride_kt
         grad_ptrs = grad_ptrs[:, None] + offs_h
         out += part * 2 * HEADS * HALF
-        first = tl.load(qkv_ptr + out, mask=mask, other=0).to(tl.float32)
-        second = tl.load(qkv_ptr + out + HALF, mask=mask, other=0).to(tl.float32)
-        grad_first = tl.load(grad_ptrs, mask=mask, other=0).to(tl.float32)
-        grad_second = tl.load(grad_ptrs + HALF, mask=mask, other=0).to(tl.float32)
+        first, second = load_halves(qkv_ptr + out, mask, HALF)
+        grads = load_halves(grad_ptrs, mask, HALF)
         r = tl.load(r_ptr + (token * 2 + part) * HEADS + head, mask=row < num_rows, other=0)
-        products = tl.sum(first * grad_first + second * grad_second, axis=1)
-        mean = (products / (2 * HALF))[:, None]
-        grad_first = (grad_first - first * mean) * r[:, None]
-        grad_second = (grad_second - second * mean) * r[:, None]
+        first, second = norm_backward(*grads, first, second, r, HALF)
 
-        table = (position * HALF)[:, None] + offs_h
-        cos = tl.load(cos_ptr + table, mask=mask, other=0)
-        sin = tl.load(sin_ptr + table, mask=mask, other=0)
-        dtype = grad_qkv_ptr.dtype.element_ty
-        rotated = grad_first * cos + grad_second * sin
-        tl.store(grad_qkv_ptr + out, rotated.to(dtype), mask=mask)
-        rotated = grad_second * cos - grad_first * sin
-        tl.store(grad_qkv_ptr + out + HALF, rotated.to(dtype), mask=mask)
+        cos, sin = load_angles(cos_ptr, sin_ptr, (position * HALF)[:, None] + offs_h, mask)
+        store_rotated_back(grad_qkv_ptr + out, first, second, cos, sin, mask, HALF)
 
 
 def rotary_tile(half: int) -> dict[str, int]:

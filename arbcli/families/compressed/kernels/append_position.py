@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.attention.eight_bits import ROOM, quantise_entries, quantise_halves
-from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
@@ -41,14 +41,14 @@ def _append_position_torch(
     number = place // m
     begin = number * m
     normal = functional.rms_norm(new[0].float(), width, eps=eps)
-    rotated = rotate(normal, cos[place], sin[place])[None].to(recent.dtype)
+    rotated = rotary.rotate(normal, cos[place], sin[place])[None].to(recent.dtype)
     recent.index_copy_(0, place % len(recent), rotated)
     opened.index_copy_(1, place % m, new[1:].flatten(1)[:, None])
     filled = (torch.arange(m, device=new.device) <= place % m)[:, None]
     gates = (opened[1].float() + beta.T).masked_fill(~filled, -torch.inf)
     mixed = (gates.softmax(dim=0) * torch.where(filled, opened[0].float(), 0)).sum(dim=0)
     still = functional.rms_norm(mixed.view(new[0].shape), width, eps=eps).to(new.dtype)
-    entry = rotate(still, cos[begin], sin[begin])[None].to(entries.dtype)
+    entry = rotary.rotate(still, cos[begin], sin[begin])[None].to(entries.dtype)
     entries.index_copy_(0, number % len(entries), entry)
     return still
 
@@ -81,15 +81,13 @@ def _store_vector(ptr, exponents_ptr, slot, x1, x2, offs, mask, dtype: tl.conste
         x1, x2, exponent = quantise_halves(x1.to(tl.float32), x2.to(tl.float32), FLOATS, NATIVE)
         tl.store(exponents_ptr + slot, exponent)
     at = slot * (2 * HALF) + offs
-    tl.store(ptr + at, x1, mask=mask)
-    tl.store(ptr + at + HALF, x2, mask=mask)
+    rotary.store_halves(ptr + at, x1, x2, mask, HALF)
 
 
 @triton.jit
 def _rotated(x1, x2, cos_ptr, sin_ptr, place, offs, mask, HALF: tl.constexpr):
     table = place.to(tl.int64) * HALF + offs
-    cos = tl.load(cos_ptr + table, mask=mask, other=0)
-    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    cos, sin = rotary.load_angles(cos_ptr, sin_ptr, table, mask)
     return x1 * cos - x2 * sin, x1 * sin + x2 * cos
 
 
@@ -134,8 +132,7 @@ def _append_position_kernel(
     mask = offs < HALF
     base = kv * WIDTH
     dtype = new_ptr.dtype.element_ty
-    r1 = tl.load(new_ptr + base + offs, mask=mask, other=0).to(tl.float32)
-    r2 = tl.load(new_ptr + base + HALF + offs, mask=mask, other=0).to(tl.float32)
+    r1, r2 = rotary.load_halves(new_ptr + base + offs, mask, HALF)
     r = tl.rsqrt(tl.sum(r1 * r1 + r2 * r2) / WIDTH + eps)
     r1, r2 = _rotated(r1 * r, r2 * r, cos_ptr, sin_ptr, position, offs, mask, HALF)
     r1, r2 = tl.where(mask, r1, 0), tl.where(mask, r2, 0)
@@ -150,10 +147,8 @@ def _append_position_kernel(
     a1 = tl.load(gate_ptr + offs, mask=mask, other=0)
     a2 = tl.load(gate_ptr + HALF + offs, mask=mask, other=0)
     at = kept * (KV * WIDTH) + base + offs
-    tl.store(opened_ptr + at, v1, mask=mask)
-    tl.store(opened_ptr + at + HALF, v2, mask=mask)
-    tl.store(opened_ptr + M * KV * WIDTH + at, a1, mask=mask)
-    tl.store(opened_ptr + M * KV * WIDTH + at + HALF, a2, mask=mask)
+    rotary.store_halves(opened_ptr + at, v1, v2, mask, HALF)
+    rotary.store_halves(opened_ptr + M * KV * WIDTH + at, a1, a2, mask, HALF)
     c1 = _entry_half(opened_ptr, beta_ptr, kept, M, KV, base, offs, mask, v1.to(tl.float32),
                      a1.to(tl.float32), WIDTH, BLOCK_M)  # fmt: skip
     c2 = _entry_half(opened_ptr, beta_ptr, kept, M, KV, base + HALF, offs, mask,
@@ -161,8 +156,7 @@ def _append_position_kernel(
     c1, c2 = tl.where(mask, c1, 0), tl.where(mask, c2, 0)
     r = tl.rsqrt(tl.sum(c1 * c1 + c2 * c2) / WIDTH + eps)
     c1, c2 = (c1 * r).to(dtype), (c2 * r).to(dtype)
-    tl.store(still_ptr + base + offs, c1, mask=mask)
-    tl.store(still_ptr + base + HALF + offs, c2, mask=mask)
+    rotary.store_halves(still_ptr + base + offs, c1, c2, mask, HALF)
     c1, c2 = _rotated(
         c1.to(tl.float32), c2.to(tl.float32), cos_ptr, sin_ptr, number * M, offs, mask, HALF
     )

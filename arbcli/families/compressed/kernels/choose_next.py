@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.families.compressed.kernels.choose_entries import store_best
-from arbcli.kernels.attention.rotary_norm import rotate
+from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.codec.decode_digits import from_e4m3
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
@@ -42,7 +42,7 @@ def _choose_next_torch(
 
     def rotated(x: Tensor, at: Tensor) -> Tensor:
         normal = functional.rms_norm(x.float(), (width,), eps=eps)
-        return rotate(normal, cos[at], sin[at]).to(x.dtype)
+        return rotary.rotate(normal, cos[at], sin[at]).to(x.dtype)
 
     new = rotated(key[None], number * m)
     if keys.dtype == E4M3:  # torch copies no e4m3 by index
@@ -66,8 +66,8 @@ def _choose_next_torch(
 
 
 @triton.jit
-def _rotate_rows(x1, x2, cos, sin, WIDTH: tl.constexpr, eps):
-    r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / WIDTH + eps)[:, None]
+def _rotate_rows(x1, x2, cos, sin, eps, HALF: tl.constexpr):
+    r = rotary.inverse_rms(x1, x2, eps, HALF)[:, None]
     x1, x2 = x1 * r, x2 * r
     return x1 * cos - x2 * sin, x1 * sin + x2 * cos
 
@@ -91,17 +91,14 @@ def _choose_next_kernel(
     offs, rows = tl.arange(0, BLOCK_H)[None, :], tl.arange(0, BLOCK_R)
     mask = offs < HALF
     table = (number * M).to(tl.int64) * HALF + offs
-    cos = tl.load(cos_ptr + table, mask=mask, other=0)
-    sin = tl.load(sin_ptr + table, mask=mask, other=0)
-    k1 = tl.load(key_ptr + offs, mask=mask, other=0).to(tl.float32)
-    k2 = tl.load(key_ptr + HALF + offs, mask=mask, other=0).to(tl.float32)
-    k1, k2 = _rotate_rows(k1, k2, cos, sin, WIDTH, eps)
+    cos, sin = rotary.load_angles(cos_ptr, sin_ptr, table, mask)
+    k1, k2 = rotary.load_halves(key_ptr + offs, mask, HALF)
+    k1, k2 = _rotate_rows(k1, k2, cos, sin, eps, HALF)
     k1, k2 = k1.to(dtype), k2.to(dtype)
     if EIGHT:
         k1, k2 = to_e4m3(k1.to(tl.float32), NATIVE), to_e4m3(k2.to(tl.float32), NATIVE)
     at = (number % E) * WIDTH + offs
-    tl.store(keys_ptr + at, k1, mask=mask)
-    tl.store(keys_ptr + at + HALF, k2, mask=mask)
+    rotary.store_halves(keys_ptr + at, k1, k2, mask, HALF)
     s = tl.arange(0, BLOCK)
     if complete == 0:
         tl.store(choice_ptr + s, -1, mask=s < SIZE)
@@ -109,12 +106,10 @@ def _choose_next_kernel(
         tl.debug_barrier()  # the new key is read again
         head_mask = (rows < HEADS)[:, None] & mask
         table = position.to(tl.int64) * HALF + offs
-        cos = tl.load(cos_ptr + table, mask=mask, other=0)
-        sin = tl.load(sin_ptr + table, mask=mask, other=0)
+        cos, sin = rotary.load_angles(cos_ptr, sin_ptr, table, mask)
         q_ptrs = query_ptr + rows[:, None] * WIDTH + offs
-        q1 = tl.load(q_ptrs, mask=head_mask, other=0).to(tl.float32)
-        q2 = tl.load(q_ptrs + HALF, mask=head_mask, other=0).to(tl.float32)
-        q1, q2 = _rotate_rows(q1, q2, cos, sin, WIDTH, eps)
+        q1, q2 = rotary.load_halves(q_ptrs, head_mask, HALF)
+        q1, q2 = _rotate_rows(q1, q2, cos, sin, eps, HALF)
         q1, q2 = q1.to(dtype), q2.to(dtype)
         w = tl.load(query_ptr + HEADS * WIDTH + rows, mask=rows < HEADS, other=0).to(tl.float32)
         for start in range(0, tl.minimum(E, number + 1), BLOCK_N):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.rotary_norm import rotate
+from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
 
@@ -29,13 +29,13 @@ def _compress_blocks_torch(
     recent, values, gates = x.split(width // 3, dim=2)
     recent = functional.rms_norm(recent.unflatten(2, (heads, -1)).float(), head, eps=eps)
     cos, sin = cos[:, None], sin[:, None]
-    recent = rotate(recent, cos, sin).to(x.dtype)
+    recent = rotary.rotate(recent, cos, sin).to(x.dtype)
     values, gates = (part[:, : number * m].float() for part in (values, gates))
     share = (gates.unflatten(1, (number, m)) + beta.T).softmax(dim=2)
     mixed = (share * values.unflatten(1, (number, m))).sum(dim=2).unflatten(2, (heads, -1))
     still = functional.rms_norm(mixed, head, eps=eps).to(x.dtype)
     starts = [part[::m][:number] for part in (cos, sin)]
-    return recent, rotate(still, *starts).to(x.dtype), still
+    return recent, rotary.rotate(still, *starts).to(x.dtype), still
 
 
 def _compress_blocks_backward_torch(
@@ -62,8 +62,7 @@ def grad_beta(grad_x: Tensor, beta: Tensor) -> Tensor:
 def _rows_of(x_ptr, part, t, kv, offs, mask, stride_t, KV: tl.constexpr, HALF: tl.constexpr):
     """Load both halves of the vectors, values or gates of rows: [BLOCK_M, BLOCK_H] float32."""
     ptrs = x_ptr + t.to(tl.int64)[:, None] * stride_t + (part * KV + kv) * (2 * HALF) + offs
-    first, second = tl.load(ptrs, mask=mask, other=0), tl.load(ptrs + HALF, mask=mask, other=0)
-    return first.to(tl.float32), second.to(tl.float32)
+    return rotary.load_halves(ptrs, mask, HALF)
 
 
 @triton.jit
@@ -90,38 +89,32 @@ def _compress_blocks_kernel(
     x_ptr += b * stride_xb
     dtype = x_ptr.dtype.element_ty
     r1, r2 = _rows_of(x_ptr, 0, t, kv, offs, mask, stride_xt, KV, HALF)
-    r = tl.rsqrt(tl.sum(r1 * r1 + r2 * r2, axis=1) / WIDTH + eps)[:, None]
-    table = t[:, None] * HALF + offs
-    cos = tl.load(cos_ptr + table, mask=mask, other=0)
-    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    r = rotary.inverse_rms(r1, r2, eps, HALF)[:, None]
+    cos, sin = rotary.load_angles(cos_ptr, sin_ptr, t[:, None] * HALF + offs, mask)
     out = recent_ptr + ((b * T + t) * KV + kv)[:, None] * WIDTH + offs
-    tl.store(out, ((r1 * cos - r2 * sin) * r).to(dtype), mask=mask)
-    tl.store(out + HALF, ((r1 * sin + r2 * cos) * r).to(dtype), mask=mask)
+    rotary.store_rotated(out, r1, r2, cos, sin, r, mask, HALF)
     if block < E:
         v1, v2 = _rows_of(x_ptr, 1, t, kv, offs, mask, stride_xt, KV, HALF)
         a1, a2 = _rows_of(x_ptr, 2, t, kv, offs, mask, stride_xt, KV, HALF)
         p1 = _shares(a1, beta_ptr, kv * WIDTH, i, offs, mask, M)
         p2 = _shares(a2, beta_ptr, kv * WIDTH + HALF, i, offs, mask, M)
         c1, c2 = tl.sum(p1 * v1, axis=0)[None, :], tl.sum(p2 * v2, axis=0)[None, :]
-        rc = tl.rsqrt(tl.sum(c1 * c1 + c2 * c2, axis=1) / WIDTH + eps)[:, None]
+        rc = rotary.inverse_rms(c1, c2, eps, HALF)[:, None]
         e1, e2 = (c1 * rc).to(dtype), (c2 * rc).to(dtype)
         at = ((b * E + block) * KV + kv) * WIDTH + offs
         half = offs < HALF
-        tl.store(still_ptr + at, e1, mask=half)
-        tl.store(still_ptr + at + HALF, e2, mask=half)
+        rotary.store_halves(still_ptr + at, e1, e2, half, HALF)
         cos0 = tl.load(cos_ptr + block * M * HALF + offs, mask=half, other=0)
         sin0 = tl.load(sin_ptr + block * M * HALF + offs, mask=half, other=0)
         n1, n2 = e1.to(tl.float32), e2.to(tl.float32)
-        tl.store(entries_ptr + at, (n1 * cos0 - n2 * sin0).to(dtype), mask=half)
-        tl.store(entries_ptr + at + HALF, (n1 * sin0 + n2 * cos0).to(dtype), mask=half)
+        rotary.store_rotated(entries_ptr + at, n1, n2, cos0, sin0, 1.0, half, HALF)
 
 
 @triton.jit
-def _unrotated(g1, g2, x1, x2, r, cos, sin, WIDTH: tl.constexpr):
+def _unrotated(g1, g2, x1, x2, r, cos, sin, HALF: tl.constexpr):
     """Compute the gradient of rows before normalisation and rotation."""
-    g1, g2 = g1 * cos + g2 * sin, g2 * cos - g1 * sin
-    mean = (tl.sum(g1 * x1 + g2 * x2, axis=1) / WIDTH)[:, None]
-    return (g1 - x1 * mean) * r, (g2 - x2 * mean) * r
+    g1, g2 = rotary.rotate_back(g1, g2, cos, sin)
+    return rotary.norm_backward(g1, g2, x1 * r[:, None], x2 * r[:, None], r, HALF)
 
 
 @triton.jit
@@ -139,17 +132,13 @@ def _compress_blocks_backward_kernel(
     x_ptr += b * stride_xb
     dtype = grad_ptr.dtype.element_ty
     r1, r2 = _rows_of(x_ptr, 0, t, kv, offs, mask, stride_xt, KV, HALF)
-    r = tl.rsqrt(tl.sum(r1 * r1 + r2 * r2, axis=1) / WIDTH + eps)[:, None]
-    table = t[:, None] * HALF + offs
-    cos = tl.load(cos_ptr + table, mask=mask, other=0)
-    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    r = rotary.inverse_rms(r1, r2, eps, HALF)
+    cos, sin = rotary.load_angles(cos_ptr, sin_ptr, t[:, None] * HALF + offs, mask)
     rows = ((b * T + t) * KV + kv)[:, None] * WIDTH + offs
-    g1 = tl.load(grad_recent_ptr + rows, mask=mask, other=0).to(tl.float32)
-    g2 = tl.load(grad_recent_ptr + rows + HALF, mask=mask, other=0).to(tl.float32)
-    g1, g2 = _unrotated(g1, g2, r1 * r, r2 * r, r, cos, sin, WIDTH)
+    g1, g2 = rotary.load_halves(grad_recent_ptr + rows, mask, HALF)
+    g1, g2 = _unrotated(g1, g2, r1, r2, r, cos, sin, HALF)
     out = grad_ptr + (b * T + t)[:, None] * (3 * KV * WIDTH) + kv * WIDTH + offs
-    tl.store(out, g1.to(dtype), mask=mask)
-    tl.store(out + HALF, g2.to(dtype), mask=mask)
+    rotary.store_halves(out, g1, g2, mask, HALF)
     out += KV * WIDTH
     if block < E:
         v1, v2 = _rows_of(x_ptr, 1, t, kv, offs, mask, stride_xt, KV, HALF)
@@ -157,25 +146,21 @@ def _compress_blocks_backward_kernel(
         p1 = _shares(a1, beta_ptr, kv * WIDTH, i, offs, mask, M)
         p2 = _shares(a2, beta_ptr, kv * WIDTH + HALF, i, offs, mask, M)
         c1, c2 = tl.sum(p1 * v1, axis=0)[None, :], tl.sum(p2 * v2, axis=0)[None, :]
-        rc = tl.rsqrt(tl.sum(c1 * c1 + c2 * c2, axis=1) / WIDTH + eps)[:, None]
+        rc = rotary.inverse_rms(c1, c2, eps, HALF)
         half = offs < HALF
         at = ((b * E + block) * KV + kv) * WIDTH + offs
-        e1 = tl.load(grad_entries_ptr + at, mask=half, other=0).to(tl.float32)
-        e2 = tl.load(grad_entries_ptr + at + HALF, mask=half, other=0).to(tl.float32)
+        e1, e2 = rotary.load_halves(grad_entries_ptr + at, half, HALF)
         cos0 = tl.load(cos_ptr + block * M * HALF + offs, mask=half, other=0)
         sin0 = tl.load(sin_ptr + block * M * HALF + offs, mask=half, other=0)
-        e1, e2 = _unrotated(e1, e2, c1 * rc, c2 * rc, rc, cos0, sin0, WIDTH)
+        e1, e2 = _unrotated(e1, e2, c1, c2, rc, cos0, sin0, HALF)
         g1, g2 = p1 * e1, p2 * e2
-        tl.store(out, g1.to(dtype), mask=mask)
-        tl.store(out + HALF, g2.to(dtype), mask=mask)
+        rotary.store_halves(out, g1, g2, mask, HALF)
         tl.store(out + KV * WIDTH, (g1 * (v1 - c1)).to(dtype), mask=mask)
         tl.store(out + KV * WIDTH + HALF, (g2 * (v2 - c2)).to(dtype), mask=mask)
     else:
-        zero = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32).to(dtype)
-        tl.store(out, zero, mask=mask)
-        tl.store(out + HALF, zero, mask=mask)
-        tl.store(out + KV * WIDTH, zero, mask=mask)
-        tl.store(out + KV * WIDTH + HALF, zero, mask=mask)
+        zero = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
+        rotary.store_halves(out, zero, zero, mask, HALF)
+        rotary.store_halves(out + KV * WIDTH, zero, zero, mask, HALF)
 
 
 def _tile(x: Tensor, beta: Tensor, heads: int) -> dict[str, int]:

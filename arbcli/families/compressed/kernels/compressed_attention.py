@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.rotary_norm import rotate
+from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.operation import Operation
@@ -111,7 +111,7 @@ def attend_part(
     device, heads_per_kv = x.device, heads // recent.shape[2]
     q = functional.rms_norm(x.float(), (width,), eps=eps)
     cos, sin = cos[:, None], sin[:, None]
-    q = rotate(q, cos, sin).to(x.dtype).float() * width**-0.5
+    q = rotary.rotate(q, cos, sin).to(x.dtype).float() * width**-0.5
     q = q.unflatten(2, (-1, heads_per_kv))  # (B, T, G, H / G, d)
     place = torch.arange(part.queries.start, part.queries.stop, device=device)
     at = torch.arange(part.keys.start, part.keys.stop, device=device) - lead
@@ -145,7 +145,7 @@ def attend_part(
         shares = entry_shares.sum(dim=(2, 3))  # (B, T, k)
         shares = functional.pad(shares, (0, 0, part.skipped, after))
         shares = shares.unflatten(1, (-1, sight.ratio)).sum(dim=2)
-    y = rotate(y.flatten(2, 3), cos, -sin).to(x.dtype)
+    y = rotary.rotate(y.flatten(2, 3), cos, -sin).to(x.dtype)
     return y, total.log().flatten(2), shares
 
 
@@ -199,11 +199,8 @@ def load_queries(
     offs = tl.arange(0, BLOCK_H)[None, :]
     both = mask[:, None] & (offs < HALF)
     ptrs = x_ptr + (t.to(tl.int64) * stride_t + h * stride_h)[:, None] + offs
-    first = tl.load(ptrs, mask=both, other=0).to(tl.float32)
-    second = tl.load(ptrs + HALF, mask=both, other=0).to(tl.float32)
-    table = t[:, None] * HALF + offs
-    cos = tl.load(cos_ptr + table, mask=both, other=0)
-    sin = tl.load(sin_ptr + table, mask=both, other=0)
+    first, second = rotary.load_halves(ptrs, both, HALF)
+    cos, sin = rotary.load_angles(cos_ptr, sin_ptr, t[:, None] * HALF + offs, both)
     return first, second, cos, sin
 
 
@@ -250,7 +247,7 @@ def _compressed_attention_kernel(
     x1, x2, cos, sin = load_queries(
         x_ptr + b * stride_xb, cos_ptr, sin_ptr, t, h, valid, stride_xt, stride_xh, HALF, BLOCK_H
     )
-    r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
+    r = rotary.inverse_rms(x1, x2, eps, HALF)[:, None]
     dtype = x_ptr.dtype.element_ty
     q1 = ((x1 * cos - x2 * sin) * r).to(dtype)
     q2 = ((x1 * sin + x2 * cos) * r).to(dtype)
@@ -304,8 +301,7 @@ def _compressed_attention_kernel(
     offs = tl.arange(0, BLOCK_H)[None, :]
     ptrs = y_ptr + out[:, None] * (2 * HALF) + offs
     both = valid[:, None] & (offs < HALF)
-    tl.store(ptrs, (y1 * cos + y2 * sin).to(dtype), mask=both)
-    tl.store(ptrs + HALF, (y2 * cos - y1 * sin).to(dtype), mask=both)
+    rotary.store_rotated_back(ptrs, y1, y2, cos, sin, both, HALF)
     # shares of the chosen entries, which train the indexer, need the total: weights again
     if CHOSEN:
         share = tl.where(valid, 1 / total, 0)[:, None]

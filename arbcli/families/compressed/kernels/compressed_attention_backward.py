@@ -29,6 +29,7 @@ from arbcli.families.compressed.kernels.compressed_attention import (
     tiling,
 )
 from arbcli.families.compressed.kernels.sum_choices import sum_choices
+from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
 
@@ -74,20 +75,14 @@ def _rotate_gradients_kernel(
     rows = row.to(tl.int64) * (2 * HALF)
     cos = tl.load(cos_ptr + t[:, None] * HALF + offs, mask=both, other=0)
     sin = tl.load(sin_ptr + t[:, None] * HALF + offs, mask=both, other=0)
-    x1 = tl.load(x_ptr + x_rows[:, None] + offs, mask=both, other=0).to(tl.float32)
-    x2 = tl.load(x_ptr + x_rows[:, None] + offs + HALF, mask=both, other=0).to(tl.float32)
+    x1, x2 = rotary.load_halves(x_ptr + x_rows[:, None] + offs, both, HALF)
     at = rows[:, None] + offs
-    g1 = tl.load(grad_ptr + at, mask=both, other=0).to(tl.float32)
-    g2 = tl.load(grad_ptr + at + HALF, mask=both, other=0).to(tl.float32)
-    y1 = tl.load(y_ptr + at, mask=both, other=0).to(tl.float32)
-    y2 = tl.load(y_ptr + at + HALF, mask=both, other=0).to(tl.float32)
+    g1, g2 = rotary.load_halves(grad_ptr + at, both, HALF)
+    y1, y2 = rotary.load_halves(y_ptr + at, both, HALF)
     tl.store(delta_ptr + row, tl.sum(g1 * y1 + g2 * y2, axis=1), mask=mask)
-    r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
-    dtype = q_ptr.dtype.element_ty
-    tl.store(q_ptr + at, ((x1 * cos - x2 * sin) * r).to(dtype), mask=both)
-    tl.store(q_ptr + at + HALF, ((x1 * sin + x2 * cos) * r).to(dtype), mask=both)
-    tl.store(do_ptr + at, (g1 * cos - g2 * sin).to(dtype), mask=both)
-    tl.store(do_ptr + at + HALF, (g1 * sin + g2 * cos).to(dtype), mask=both)
+    r = rotary.inverse_rms(x1, x2, eps, HALF)[:, None]
+    rotary.store_rotated(q_ptr + at, x1, x2, cos, sin, r, both, HALF)
+    rotary.store_rotated(do_ptr + at, g1, g2, cos, sin, 1.0, both, HALF)
 
 
 @triton.jit
@@ -176,21 +171,16 @@ def _grad_queries_kernel(
             dk2 = tl.dot(p, do2, dk2, input_precision=PRECISION)
             at = (start + offs_n)[:, None] * (KV * 2 * HALF) + offs
             both = (start + offs_n < end)[:, None] & (offs < HALF)
-            pair_type = pairs_ptr.dtype.element_ty
-            tl.store(pairs_ptr + at, dk1.to(pair_type), mask=both)
-            tl.store(pairs_ptr + at + HALF, dk2.to(pair_type), mask=both)
+            rotary.store_halves(pairs_ptr + at, dk1, dk2, both, HALF)
     # backward of rotation and norm
     x1, x2, cos, sin = load_queries(
         x_ptr + b * stride_xb, cos_ptr, sin_ptr, t, h, valid, stride_xt, stride_xh, HALF, BLOCK_H
     )
-    r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
-    g1, g2 = dq1 * cos + dq2 * sin, dq2 * cos - dq1 * sin
-    x1, x2 = x1 * r, x2 * r
-    mean = (tl.sum(g1 * x1 + g2 * x2, axis=1) / (2 * HALF))[:, None]
+    r = rotary.inverse_rms(x1, x2, eps, HALF)
+    g1, g2 = rotary.rotate_back(dq1, dq2, cos, sin)
+    g1, g2 = rotary.norm_backward(g1, g2, x1 * r[:, None], x2 * r[:, None], r, HALF)
     ptrs = grad_x_ptr + rows[:, None] * (2 * HALF) + offs
-    both = valid[:, None] & (offs < HALF)
-    tl.store(ptrs, ((g1 - x1 * mean) * r).to(dtype), mask=both)
-    tl.store(ptrs + HALF, ((g2 - x2 * mean) * r).to(dtype), mask=both)
+    rotary.store_halves(ptrs, g1, g2, valid[:, None] & (offs < HALF), HALF)
 
 
 @triton.jit
@@ -251,9 +241,7 @@ def _grad_vectors_kernel(
     offs = tl.arange(0, BLOCK_H)[None, :]
     out = ((split * tl.num_programs(2) // KV + b) * VECTORS + offs_n) * KV + kv
     ptrs = grad_ptr + out[:, None] * (2 * HALF) + offs
-    both = (offs_n < VECTORS)[:, None] & (offs < HALF)
-    tl.store(ptrs, dk1, mask=both)
-    tl.store(ptrs + HALF, dk2, mask=both)
+    rotary.store_halves(ptrs, dk1, dk2, (offs_n < VECTORS)[:, None] & (offs < HALF), HALF)
 
 
 SPLITS = 64

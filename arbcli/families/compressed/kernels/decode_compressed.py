@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.families.compressed.kernels.compressed_attention import load_vectors
+from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.attention.eight_bits import decode_entries, numbers_of, scale_of_entry
-from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
@@ -56,13 +56,13 @@ def _decode_compressed_torch(
     keys = torch.cat((recent, chosen)).float()  # (S, G, d)
     cos, sin = cos[place], sin[place]
     normal = functional.rms_norm(x.float(), x.shape[-1:], eps=eps)
-    q = rotate(normal, cos, sin).to(x.dtype).float()
+    q = rotary.rotate(normal, cos, sin).to(x.dtype).float()
     q = (q * x.shape[-1] ** -0.5).unflatten(0, (keys.shape[1], -1))  # (G, H / G, d)
     scores = torch.einsum("ghd,sgd->ghs", q, keys)
     weights = scores.masked_fill(~torch.cat((near, seen)), -torch.inf).exp()
     total = weights.sum(dim=-1) + sink.exp().view(weights.shape[:2])
     y = torch.einsum("ghs,sgd->ghd", weights / total[..., None], keys).flatten(0, 1)
-    return rotate(y, cos, -sin).to(x.dtype)
+    return rotary.rotate(y, cos, -sin).to(x.dtype)
 
 
 @triton.jit
@@ -117,10 +117,8 @@ def _decode_compressed_kernel(
     seen = seen | near
 
     table = position.to(tl.int64) * HALF + offs
-    cos = tl.load(cos_ptr + table, mask=mask, other=0)
-    sin = tl.load(sin_ptr + table, mask=mask, other=0)
-    x1 = tl.load(x_ptr + head * WIDTH + offs, mask=mask, other=0).to(tl.float32)
-    x2 = tl.load(x_ptr + head * WIDTH + HALF + offs, mask=mask, other=0).to(tl.float32)
+    cos, sin = rotary.load_angles(cos_ptr, sin_ptr, table, mask)
+    x1, x2 = rotary.load_halves(x_ptr + head * WIDTH + offs, mask, HALF)
     r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2) / WIDTH + eps)
     dtype = x_ptr.dtype.element_ty
     q1 = ((x1 * cos - x2 * sin) * r).to(dtype).to(tl.float32)
@@ -145,8 +143,7 @@ def _decode_compressed_kernel(
             y1, y2 = y1 + tl.sum(s1, axis=0), y2 + tl.sum(s2, axis=0)
         y1, y2 = y1 / total, y2 / total
         out = y_ptr + head * WIDTH + offs
-        tl.store(out, (y1 * cos + y2 * sin).to(dtype), mask=mask)
-        tl.store(out + HALF, (y2 * cos - y1 * sin).to(dtype), mask=mask)
+        rotary.store_rotated_back(out, y1, y2, cos, sin, mask, HALF)
         tl.store(semaphores_ptr + head, 0)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.rotary_norm import rotate
+from arbcli.kernels.attention.rotary_norm import load_angles, load_halves, rotate, store_halves
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
@@ -65,8 +65,7 @@ def _decode_latent_torch(
 @triton.jit
 def _load_rotated_halves(pointer, offs_r, mask_r, cos, sin, HALF: tl.constexpr):
     """Load and rotate both halves of the rotary part, rounded to the dtype of the ring."""
-    first = tl.load(pointer + offs_r, mask=mask_r, other=0).to(tl.float32)
-    second = tl.load(pointer + HALF + offs_r, mask=mask_r, other=0).to(tl.float32)
+    first, second = load_halves(pointer + offs_r, mask_r, HALF)
     dtype: tl.constexpr = pointer.dtype.element_ty
     return (first * cos - second * sin).to(dtype), (first * sin + second * cos).to(dtype)
 
@@ -86,16 +85,15 @@ def _decode_latent_kernel(
     slot, seen = position % W, tl.minimum(position + 1, W)
     offs_l, offs_r, offs_n = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
     mask_l, mask_r = offs_l < LATENT, offs_r < HALF
-    cos = tl.load(cos_ptr + position.to(tl.int64) * HALF + offs_r, mask=mask_r, other=0)
-    sin = tl.load(sin_ptr + position.to(tl.int64) * HALF + offs_r, mask=mask_r, other=0)
+    table = position.to(tl.int64) * HALF
+    cos, sin = load_angles(cos_ptr + table, sin_ptr + table, offs_r, mask_r)
     wait_for_last(OVERLAP)
     c_ptr, q_ptr = row_ptr + HEADS * WIDTH, row_ptr + head * WIDTH
     c = tl.load(c_ptr + offs_l, mask=mask_l, other=0)
     t_0, t_1 = _load_rotated_halves(c_ptr + LATENT, offs_r, mask_r, cos, sin, HALF)
     if head == 0:
         tl.store(latent_ptr + slot * LATENT + offs_l, c, mask=mask_l)
-        tl.store(rotated_ptr + slot * (2 * HALF) + offs_r, t_0, mask=mask_r)
-        tl.store(rotated_ptr + slot * (2 * HALF) + HALF + offs_r, t_1, mask=mask_r)
+        store_halves(rotated_ptr + slot * (2 * HALF) + offs_r, t_0, t_1, mask_r, HALF)
     c, t_0, t_1 = c.to(tl.float32), t_0.to(tl.float32), t_1.to(tl.float32)
     n = c * tl.rsqrt(tl.sum(c * c) / LATENT + eps)
 
@@ -130,8 +128,7 @@ def _decode_latent_kernel(
         x = tl.where(is_new[:, None], c[None, :], x)
         r = tl.rsqrt(tl.sum(x * x, axis=1) / LATENT + eps)
         at = rotated_ptr + (s[:, None] * (2 * HALF) + offs_r[None, :])
-        a = tl.load(at, mask=rotated, other=0).to(tl.float32)
-        b = tl.load(at + HALF, mask=rotated, other=0).to(tl.float32)
+        a, b = load_halves(at, rotated, HALF)
         a, b = (
             tl.where(is_new[:, None], t_0[None, :], a),
             tl.where(is_new[:, None], t_1[None, :], b),
