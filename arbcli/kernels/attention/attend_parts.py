@@ -200,6 +200,17 @@ def products(k, q):
 
 
 @triton.jit
+def begin_sums(q, k_words, v_words, adds, scale, LANES: tl.constexpr, PTX: tl.constexpr):
+    """Compute the weight of a new byte and its weighted value, in the threads that add it."""
+    v, sums = ptx.unpair_four(v_words), ()
+    scores = sum_across((products(ptx.unpair_four(k_words), q),), 1, LANES, PTX)
+    total = tl.where(adds, tl.exp(scores[0] * scale), 0.0)
+    for i in tl.static_range(8):
+        sums = sums + (total * v[i],)  # noqa: RUF005
+    return sums, total
+
+
+@triton.jit
 def load_span(
     keys_ptr, values_ptr, mine, seen, slot,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, PASSES: tl.constexpr, PTX: tl.constexpr,
@@ -303,13 +314,8 @@ def _attend_parts_kernel(
             adds_new &= ptx.warp_number() == 0
         if adds_new:
             k_words = rotate(k_words, cos, sin, eps, WIDTH, PTX)
-            scores = sum_across((products(ptx.unpair_four(k_words), q),), 1, LANES, PTX)
             stores = thread < LANES
-            total = tl.where(stores, tl.exp(scores[0] * scale), 0.0)
-            v, added = ptx.unpair_four(v_words), ()
-            for i in tl.static_range(8):
-                added = added + (total * v[i],)  # noqa: RUF005
-            sums = added
+            sums, total = begin_sums(q, k_words, v_words, stores, scale, LANES, PTX)
             key_ptr, value_ptr = keys_of_head + slot * HALF, values_of_head + slot * HALF
             for i in tl.static_range(4):
                 tl.store(key_ptr + i, k_words[i], mask=stores)
@@ -324,20 +330,9 @@ def _attend_parts_kernel(
                     WIDTH, STRIDE, PASSES, PTX,
                 )  # fmt: skip
                 sums, total = add_span(
-                    sums,
-                    total,
-                    keys,
-                    values,
-                    q,
-                    span_memory,
-                    seen,
-                    slot,
-                    scale,
-                    WIDTH,
-                    STRIDE,
-                    False,
-                    PTX,
-                )
+                    sums, total, keys, values, q, span_memory, seen, slot, scale,
+                    WIDTH, STRIDE, False, PTX,
+                )  # fmt: skip
                 keys, values = next_keys, next_values
         else:
             sums, total = add_span(

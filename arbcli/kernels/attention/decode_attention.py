@@ -184,7 +184,7 @@ def span_of(seen, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _load_slots(
-    keys_ptr, values_ptr, exponents_ptr, start, end, slot, offs_d, mask_d, entries,
+    start, end, keys_ptr, values_ptr, exponents_ptr, slot, offs_d, mask_d, entries,
     WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Load the keys and values of a block, [BLOCK_S, BLOCK_D], except the slot of the new byte.
@@ -237,10 +237,8 @@ def _decode_attention_kernel(
         # load from the ring first, as it has the longest latency
         offs_d, end = tl.arange(0, BLOCK_D), tl.minimum(first + span, seen)
         mask_d = offs_d < WIDTH
-        block = _load_slots(
-            keys_ptr, values_ptr, exponents_ptr, first, end, slot, offs_d, mask_d, entries,
-            WIDTH, BLOCK_S, EIGHT,
-        )  # fmt: skip
+        rings = (keys_ptr, values_ptr, exponents_ptr, slot, offs_d, mask_d, entries)
+        block = _load_slots(first, end, *rings, WIDTH, BLOCK_S, EIGHT)
         # query, key and value of the new byte; every program of the head computes them
         q, k, v = load_rotated(
             qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP
@@ -269,10 +267,7 @@ def _decode_attention_kernel(
             # prefetch the next block, then weight the values of this one
             key, value, key_exponents, value_exponents = block
             if SEVERAL:
-                block = _load_slots(
-                    keys_ptr, values_ptr, exponents_ptr, start + BLOCK_S, end, slot, offs_d, mask_d,
-                    entries, WIDTH, BLOCK_S, EIGHT,
-                )  # fmt: skip
+                block = _load_slots(start + BLOCK_S, end, *rings, WIDTH, BLOCK_S, EIGHT)
             offs_s = start + tl.arange(0, BLOCK_S)[:, None]
             products = _numbers(key, EIGHT, E4M3, NATIVE) * q[None, :]
             score = tl.sum(products, axis=1, keep_dims=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_digits import from_e4m3
 from arbcli.kernels.matmul.quantise_rows import E4M3, largest_of_rows, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.update.direction import round_to_int
 
 ROOM = {E4M3: 7, torch.int8: 6}
 """Octave to which the largest magnitude of an entry is scaled, by dtype of the codes."""
@@ -95,18 +96,23 @@ def join_rotated(rotated: Tensor, others: Tensor) -> Tensor:
 
 
 @triton.jit
+def _codes_of(scaled, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+    """Round scaled float32 to codes."""
+    if E4M3:  # noqa: SIM108 (of constants, triton compiles one branch of a statement only)
+        codes = to_e4m3(scaled, NATIVE)
+    else:
+        codes = tl.minimum(round_to_int(scaled), 127).to(tl.int8)
+    return codes
+
+
+@triton.jit
 def quantise_entry(x, E4M3: tl.constexpr, NATIVE: tl.constexpr):
     """Quantise one entry, [BLOCK_D] float32, padded with zeros: codes, and [1] int8 exponent."""
     ROOM: tl.constexpr = 7 if E4M3 else 6
     field = largest_of_rows(x[None, :]).to(tl.int32, bitcast=True) >> 23
     field = tl.maximum(field, 8)
     scaled = x * ((254 + ROOM - field) << 23).to(tl.float32, bitcast=True)
-    if E4M3:
-        codes = to_e4m3(scaled, NATIVE)
-    else:  # adding 1.5 * 2**23 rounds to an integer, ties to even, in the last bits of the sum
-        integers = (scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-        codes = tl.minimum(integers, 127).to(tl.int8)
-    return codes, (field - 128).to(tl.int8)
+    return _codes_of(scaled, E4M3, NATIVE), (field - 128).to(tl.int8)
 
 
 @triton.jit
@@ -118,11 +124,7 @@ def quantise_halves(x1, x2, E4M3: tl.constexpr, NATIVE: tl.constexpr):
     field = tl.maximum(tl.maximum(tl.max(first, axis=0), tl.max(second, axis=0)) >> 23, 8)
     inverse = ((254 + ROOM - field) << 23).to(tl.float32, bitcast=True)
     x1, x2 = x1 * inverse, x2 * inverse
-    if E4M3:
-        x1, x2 = to_e4m3(x1, NATIVE), to_e4m3(x2, NATIVE)
-    else:  # as in `quantise_entry`
-        x1 = tl.minimum((x1 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000, 127).to(tl.int8)
-        x2 = tl.minimum((x2 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000, 127).to(tl.int8)
+    x1, x2 = _codes_of(x1, E4M3, NATIVE), _codes_of(x2, E4M3, NATIVE)
     return x1, x2, (field - 128).to(tl.int8)
 
 

@@ -142,9 +142,8 @@ def _weight(code, scale):
 
 @triton.jit
 def _copy_block(
-    pieces_ptr, scales_ptr, first_tile, tiles, block, slot,
-    HEIGHT: tl.constexpr, BLOCKS: tl.constexpr, PLANES: tl.constexpr, OF_TILE: tl.constexpr,
-    INT8: tl.constexpr,
+    block, slot, HEIGHT: tl.constexpr, pieces_ptr, scales_ptr, first_tile, tiles,
+    BLOCKS: tl.constexpr, PLANES: tl.constexpr, OF_TILE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Start copying a warp's block of each tile to shared memory; zeros beyond the last block."""
     UNITS: tl.constexpr = PIECE_BYTES // 16
@@ -317,12 +316,11 @@ def _prepacked_rows_kernel(
     memory = memory_of(instead_ptr, thread, BYTES, PTX)
     mine, squares_at = memory + OF_WARP * warp, memory + OF_WARP * WARPS
     # weights do not depend on the previous kernel: their copies start before the wait
+    copied = (pieces_ptr, scales_ptr, first_tile, tiles)
     if PTX:
         for stage in tl.static_range(STAGES):
-            _copy_block(
-                pieces_ptr, scales_ptr, first_tile, tiles, warp + WARPS * stage,
-                mine + PIECE * stage, HEIGHT, BLOCKS, PLANES, OF_TILE, INT8,
-            )  # fmt: skip
+            block, slot = warp + WARPS * stage, mine + PIECE * stage
+            _copy_block(block, slot, HEIGHT, *copied, BLOCKS, PLANES, OF_TILE, INT8)
             commit(thread)
     wait_for_last(OVERLAP)
 
@@ -373,10 +371,7 @@ def _prepacked_rows_kernel(
                         wait_for_warp(thread)
                         if step + STAGES < STEPS:
                             block += WARPS * STAGES
-                            _copy_block(
-                                pieces_ptr, scales_ptr, first_tile, tiles, block, slot,
-                                1, BLOCKS, PLANES, OF_TILE, INT8,
-                            )  # fmt: skip
+                            _copy_block(block, slot, 1, *copied, BLOCKS, PLANES, OF_TILE, INT8)
                     commit(thread)
         if PTX:
             wait_for_copies(0, thread)

@@ -42,7 +42,7 @@ from typing import NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.attend_parts import AttentionParts
+from arbcli.kernels.attention.attend_parts import AttentionParts, sum_across
 from arbcli.kernels.matmul.prepacked import (
     BLOCK,
     MOST_COLUMNS,
@@ -183,19 +183,6 @@ def _sum_bytes(word, total, PTX: tl.constexpr):
 
 
 @triton.jit
-def _sum_over_four(values, PTX: tl.constexpr):
-    """Sum each int32 of a tuple over four neighbouring threads."""
-    for turn in tl.static_range(2):
-        others, sums = (), ()
-        for t in tl.static_range(len(values)):
-            others = others + (ptx.shuffle_xor(values[t], 1 << turn, PTX),)  # noqa: RUF005
-        for t in tl.static_range(len(values)):
-            sums = sums + (values[t] + others[t],)  # noqa: RUF005
-        values = sums
-    return values
-
-
-@triton.jit
 def _largest_of_four(values, PTX: tl.constexpr):
     """Compute the maximum of each pair of a tuple over four neighbouring threads."""
     for turn in tl.static_range(2):
@@ -243,7 +230,7 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
         ptx.write_two(at, high_0, high_1, PTX)
         ptx.write_two(at + HALF, low_0, low_1, PTX)
     # the table of a block: sums and units of planes, with the factor 4**i of their codes
-    totals = _sum_over_four(totals, PTX)
+    totals = sum_across(totals, 1, 4, PTX)
     for t in tl.static_range(TURNS):
         u = units[t]
         plane = u // 4 % 4

@@ -71,10 +71,10 @@ def _gained_rms_norm_backward_kernel(
         grad_gain += grad_y * xhat
         grad_xhat = grad_y * gain[None, :]
         mean = (tl.sum(xhat * grad_xhat, axis=1) / D)[:, None]
+        grad_x = r * (grad_xhat - xhat * mean)
         store_gradient(
-            grad_x_ptr, other_grad_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D,
-            stride_bm, OTHER_GRAD,
-        )  # fmt: skip
+            grad_x_ptr, grad_x, offs_m, offs_d, mask, D, other_grad_ptr, stride_bm, OTHER_GRAD
+        )
         store_rows(y_ptr, xhat * gain[None, :], offs_m, offs_d, mask, D)
     tl.store(sums_ptr + program * D + offs_d, tl.sum(grad_gain, axis=0), mask=offs_d < D)
 

@@ -202,7 +202,7 @@ def _rms_norm_kernel(
 
 @triton.jit
 def store_gradient(
-    grad_x_ptr, other_grad_ptr, values, offs_m, offs_d, mask, D, stride_bm, OTHER_GRAD: tl.constexpr
+    grad_x_ptr, values, offs_m, offs_d, mask, D, other_grad_ptr, stride_bm, OTHER_GRAD: tl.constexpr
 ):
     """Store a gradient, after adding another one and before rounding."""
     if OTHER_GRAD:
@@ -220,6 +220,7 @@ def _rms_norm_backward_kernel(
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    other = (other_grad_ptr, stride_bm)
     if WHOLE:
         x, offs_d, mask = load_tile(x_ptr, 0, offs_m, M, D, stride_xm, BLOCK_D)
         weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
@@ -228,10 +229,8 @@ def _rms_norm_backward_kernel(
         r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         xhat = x * r
         mean = (tl.sum(xhat * grad_xhat, axis=1) / D)[:, None]
-        store_gradient(
-            grad_x_ptr, other_grad_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D,
-            stride_bm, OTHER_GRAD,
-        )  # fmt: skip
+        grad_x = r * (grad_xhat - xhat * mean)
+        store_gradient(grad_x_ptr, grad_x, offs_m, offs_d, mask, D, *other, OTHER_GRAD)
         store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
     else:
         # first pass: mean square, and mean product of the row and its gradient
@@ -252,10 +251,8 @@ def _rms_norm_backward_kernel(
             weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
             xhat = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm) * r
             grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
-            store_gradient(
-                grad_x_ptr, other_grad_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D,
-                stride_bm, OTHER_GRAD,
-            )  # fmt: skip
+            grad_x = r * (grad_xhat - xhat * mean)
+            store_gradient(grad_x_ptr, grad_x, offs_m, offs_d, mask, D, *other, OTHER_GRAD)
             store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
 
 

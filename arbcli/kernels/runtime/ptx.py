@@ -89,25 +89,25 @@ def _load_words(pointer, mask):
 
 
 @triton.jit
-def load_constant(pointer, PTX: tl.constexpr):
-    """Load four int32 that no kernel writes and that are needed once."""
+def _load_four(pointer, CODE: tl.constexpr, PTX: tl.constexpr):
     if PTX:
         return tl.inline_asm_elementwise(
-            _LOAD_CONSTANT, "=r,=r,=r,=r,l", [pointer.to(tl.int64)],
+            CODE, "=r,=r,=r,=r,l", [pointer.to(tl.int64)],
             dtype=(tl.int32,) * 4, is_pure=False, pack=1,
         )  # fmt: skip
     return _load_words(pointer, tl.full(pointer.shape, 1, tl.int1))
 
 
 @triton.jit
+def load_constant(pointer, PTX: tl.constexpr):
+    """Load four int32 that no kernel writes and that are needed once."""
+    return _load_four(pointer, _LOAD_CONSTANT, PTX)
+
+
+@triton.jit
 def load_new(pointer, PTX: tl.constexpr):
     """Load four int32 that another kernel may just have written, past the L1 cache."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            _LOAD_NEW, "=r,=r,=r,=r,l", [pointer.to(tl.int64)],
-            dtype=(tl.int32,) * 4, is_pure=False, pack=1,
-        )  # fmt: skip
-    return _load_words(pointer, tl.full(pointer.shape, 1, tl.int1))
+    return _load_four(pointer, _LOAD_NEW, PTX)
 
 
 @triton.jit

@@ -119,6 +119,15 @@ def _tile_at(index, T, BAND: tl.constexpr):
 
 
 @triton.jit
+def _tile_of_stack(index, T, BAND: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the matrix of a tile, and its first row and column."""
+    tiles_of_matrix = T * (T + 1) // 2
+    matrix = index // tiles_of_matrix
+    row, column = _tile_at(index - matrix * tiles_of_matrix, T, BAND)
+    return matrix, row * BLOCK, column * BLOCK
+
+
+@triton.jit
 def _add_products(
     acc, x_desc, matrix, m, n, first, last,
     TRANSPOSED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -138,7 +147,7 @@ def _add_products(
 
 @triton.jit
 def _store_tile(
-    acc, addend_ptr, y_desc, matrix, m, n, N, stride_matrix, stride_row, alpha, beta, gamma,
+    acc, matrix, m, n, addend_ptr, y_desc, N, stride_matrix, stride_row, alpha, beta, gamma,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store a tile and its transpose; one on the diagonal is made its own transpose."""
@@ -171,19 +180,14 @@ def _symmetric_kernel(
     """Compute y = x @ x.T, or alpha I + beta addend + gamma x @ x.T where there is an addend."""
     steps = tl.cdiv(K, BLOCK_K)
     tiles = tl.cdiv(N, BLOCK)
-    tiles_of_matrix = tiles * (tiles + 1) // 2
+    result = (addend_ptr, y_desc, N, stride_matrix, stride_row, alpha, beta, gamma)
     if not SHARED:
         # one program per tile of the lower triangle
         index = tl.program_id(0)
-        matrix = index // tiles_of_matrix
-        row, column = _tile_at(index - matrix * tiles_of_matrix, tiles, BAND)
-        m, n = row * BLOCK, column * BLOCK
+        matrix, m, n = _tile_of_stack(index, tiles, BAND, BLOCK)
         acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
         acc = _add_products(acc, x_desc, matrix, m, n, 0, steps, TRANSPOSED, BLOCK, BLOCK_K)
-        _store_tile(
-            acc, addend_ptr, y_desc, matrix, m, n, N, stride_matrix, stride_row,
-            alpha, beta, gamma, BLOCK,
-        )  # fmt: skip
+        _store_tile(acc, matrix, m, n, *result, BLOCK)
     else:
         # the steps of all tiles, one after another, are divided evenly among programs
         num_programs = tl.num_programs(0)
@@ -198,9 +202,7 @@ def _symmetric_kernel(
             index = step // steps
             first = step - index * steps
             last = tl.minimum(first + end - step, steps)
-            matrix = index // tiles_of_matrix
-            row, column = _tile_at(index - matrix * tiles_of_matrix, tiles, BAND)
-            m, n = row * BLOCK, column * BLOCK
+            matrix, m, n = _tile_of_stack(index, tiles, BAND, BLOCK)
             acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
             acc = _add_products(acc, x_desc, matrix, m, n, first, last, TRANSPOSED, BLOCK, BLOCK_K)
             if first > 0:  # the tile is another program's, which waits for this part
@@ -217,10 +219,7 @@ def _symmetric_kernel(
                     acc += tl.load(part_ptrs, cache_modifier=".cg")
                     last += share + (other < rest).to(tl.int32)
                     other += 1
-                _store_tile(
-                    acc, addend_ptr, y_desc, matrix, m, n, N, stride_matrix, stride_row,
-                    alpha, beta, gamma, BLOCK,
-                )  # fmt: skip
+                _store_tile(acc, matrix, m, n, *result, BLOCK)
             step += steps - first
 
 

@@ -100,7 +100,7 @@ def together(sums: Tensor, low: Tensor | None) -> Tensor:
 
 @triton.jit
 def _quantised(
-    grad_ptr, n, k, mask, e, random, signs, stride_gn, stride_gk,
+    n, mask, e, random, grad_ptr, k, signs, stride_gn, stride_gk,
     LIMIT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Quantise a tile whose rows have the exponents `e`; find also the largest of each row."""
@@ -151,14 +151,9 @@ def _quantise_gradient_kernel(
         words = random_words(key, pair[:, None], k)
         mask0, mask1 = (n0 < N)[:, None] & (k < K), (n1 < N)[:, None] & (k < K)
         signs = column_signs(k).to(tl.float32)
-        q0, found0 = _quantised(
-            grad_ptr, n0[:, None], k, mask0, e0, words, signs, stride_gn, stride_gk,
-            LIMIT, BLOCK, STAGES,
-        )  # fmt: skip
-        q1, found1 = _quantised(
-            grad_ptr, n1[:, None], k, mask1, e1, words >> 16, signs, stride_gn, stride_gk,
-            LIMIT, BLOCK, STAGES,
-        )  # fmt: skip
+        shared = (grad_ptr, k, signs, stride_gn, stride_gk)
+        q0, found0 = _quantised(n0[:, None], mask0, e0, words, *shared, LIMIT, BLOCK, STAGES)
+        q1, found1 = _quantised(n1[:, None], mask1, e1, words >> 16, *shared, LIMIT, BLOCK, STAGES)
         largest0, largest1 = tl.maximum(largest0, found0), tl.maximum(largest1, found1)
         sums0 = sums_ptr + n0[:, None] * stride_sn + k
         sums1 = sums_ptr + n1[:, None] * stride_sn + k

@@ -35,13 +35,12 @@ from arbcli.kernels.attention.attend_parts import (
     WIDTHS,
     add_span,
     attend_parts,
+    begin_sums,
     load_span,
-    products,
     rotate,
     rotated_angles,
     sharing,
     store_part,
-    sum_across,
     write_sums,
 )
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
@@ -166,13 +165,8 @@ def _begin_row(
         adds_new &= ptx.warp_number() == 0
     if adds_new:
         k_words = ptx.read_four(at + 2 * WIDTH * M, PTX)
-        v = ptx.unpair_four(ptx.read_four(at + 4 * WIDTH * M, PTX))
-        scores = sum_across((products(ptx.unpair_four(k_words), q),), 1, LANES, PTX)
-        total = tl.where(thread < LANES, tl.exp(scores[0] * scale), 0.0)
-        added = ()
-        for i in tl.static_range(8):
-            added = added + (total * v[i],)  # noqa: RUF005
-        sums = added
+        v_words = ptx.read_four(at + 4 * WIDTH * M, PTX)
+        sums, total = begin_sums(q, k_words, v_words, thread < LANES, scale, LANES, PTX)
     return q, sums, total
 
 

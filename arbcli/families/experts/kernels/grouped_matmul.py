@@ -126,6 +126,7 @@ def _grouped_matmul_kernel(
     before = ends - blocks
     num_blocks = tl.sum(blocks, axis=0)
     columns = tl.cdiv(N, BLOCK_N)
+    x_strides, w_strides = (stride_xe, stride_xm, stride_xk), (stride_we, stride_wr, stride_wc)
 
     for tile in range(tl.program_id(0), num_blocks * columns, tl.num_programs(0)):
         first = tile // (BAND * columns) * BAND
@@ -141,20 +142,15 @@ def _grouped_matmul_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for step in range(0, steps):
             k = step * BLOCK_K
-            x = _load_tile(
-                x_tiles, group * 0, m, k, S, K, stride_xe, stride_xm, stride_xk,
-                DESCRIBED, BLOCK_M, BLOCK_K,
-            )  # fmt: skip
+            x = _load_tile(x_tiles, group * 0, m, k, S, K, *x_strides, DESCRIBED, BLOCK_M, BLOCK_K)
             if TRANSPOSED:
                 w = _load_tile(
-                    w_tiles, group - 1, k, n, K, N, stride_we, stride_wr, stride_wc,
-                    DESCRIBED, BLOCK_K, BLOCK_N,
-                )  # fmt: skip
+                    w_tiles, group - 1, k, n, K, N, *w_strides, DESCRIBED, BLOCK_K, BLOCK_N
+                )
             else:
                 w = _load_tile(
-                    w_tiles, group - 1, n, k, N, K, stride_we, stride_wr, stride_wc,
-                    DESCRIBED, BLOCK_N, BLOCK_K,
-                ).T  # fmt: skip
+                    w_tiles, group - 1, n, k, N, K, *w_strides, DESCRIBED, BLOCK_N, BLOCK_K
+                ).T
             acc = tl.dot(x, w, acc, input_precision="ieee")
 
         offs_m = (m + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
@@ -178,28 +174,18 @@ def _grouped_grad_w_kernel(
     first = tl.maximum(tl.load(bounds_ptr + expert * stride_b), 0).to(tl.int32)
     last = tl.minimum(tl.load(bounds_ptr + (expert + 1) * stride_b), S).to(tl.int32)
     whole = first + tl.maximum(last - first, 0) // BLOCK_R * BLOCK_R
+    of_y = (S, N, stride_ye, stride_ym, stride_yn)
+    of_x = (S, K, stride_xe, stride_xm, stride_xk)
 
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for row in range(first, whole, BLOCK_R):
-        grad_y = _load_tile(
-            grad_y_tiles, first * 0, row, n, S, N, stride_ye, stride_ym, stride_yn,
-            DESCRIBED, BLOCK_R, BLOCK_N,
-        )  # fmt: skip
-        x = _load_tile(
-            x_tiles, first * 0, row, k, S, K, stride_xe, stride_xm, stride_xk,
-            DESCRIBED, BLOCK_R, BLOCK_K,
-        )  # fmt: skip
+        grad_y = _load_tile(grad_y_tiles, first * 0, row, n, *of_y, DESCRIBED, BLOCK_R, BLOCK_N)
+        x = _load_tile(x_tiles, first * 0, row, k, *of_x, DESCRIBED, BLOCK_R, BLOCK_K)
         acc = tl.dot(grad_y.T, x, acc, input_precision="ieee")
     if whole < last:  # the remaining rows; those of the next expert are masked, as they may be NaN
         mask = (whole + tl.arange(0, BLOCK_R) < last)[:, None]
-        grad_y = _load_tile(
-            grad_y_tiles, first * 0, whole, n, S, N, stride_ye, stride_ym, stride_yn,
-            DESCRIBED, BLOCK_R, BLOCK_N,
-        )  # fmt: skip
-        x = _load_tile(
-            x_tiles, first * 0, whole, k, S, K, stride_xe, stride_xm, stride_xk,
-            DESCRIBED, BLOCK_R, BLOCK_K,
-        )  # fmt: skip
+        grad_y = _load_tile(grad_y_tiles, first * 0, whole, n, *of_y, DESCRIBED, BLOCK_R, BLOCK_N)
+        x = _load_tile(x_tiles, first * 0, whole, k, *of_x, DESCRIBED, BLOCK_R, BLOCK_K)
         grad_y, x = tl.where(mask, grad_y, 0.0), tl.where(mask, x, 0.0)
         acc = tl.dot(grad_y.T, x, acc, input_precision="ieee")
 

@@ -19,6 +19,7 @@ import math
 import torch
 from torch import Tensor
 
+from arbcli.kernels.norm.gated_rms_norm import sigmoid
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
 
@@ -62,11 +63,6 @@ def _stream_weights_backward_torch(
         z = (raw.float() + bias).detach().requires_grad_()
         weights = stream_weights_torch(z, torch.zeros_like(bias), rounds)
     return torch.autograd.grad(weights, z, (grad_a, grad_b, grad_c))[0]
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1 / (1 + tl.exp(-x))
 
 
 @triton.jit
@@ -127,9 +123,9 @@ def _stream_weights_kernel(
     rows, mask = offs_m[:, None], (offs_m < M)[:, None]
     raw_ptrs = raw_ptr + rows * stride_rm + i
     a = tl.load(raw_ptrs, mask=mask, other=0).to(tl.float32) + tl.load(bias_ptr + i)
-    tl.store(a_ptr + rows * N + i, _sigmoid(a), mask=mask)
+    tl.store(a_ptr + rows * N + i, sigmoid(a), mask=mask)
     c = tl.load(raw_ptrs + N, mask=mask, other=0).to(tl.float32) + tl.load(bias_ptr + N + i)
-    tl.store(c_ptr + rows * N + i, 2 * _sigmoid(c - _SHIFT), mask=mask)
+    tl.store(c_ptr + rows * N + i, 2 * sigmoid(c - _SHIFT), mask=mask)
     z, _ = _load_square(raw_ptr, bias_ptr, offs_m, M, stride_rm, N)
     p = _several_rounds(_begin(z), rounds)
     p = p / tl.maximum(tl.sum(p, axis=2), 1)[:, :, None]
@@ -150,11 +146,11 @@ def _stream_weights_backward_kernel(
     i = tl.arange(0, N)[None, :]
     rows, mask = offs_m[:, None], (offs_m < M)[:, None]
     raw_ptrs, grad_ptrs = raw_ptr + rows * stride_rm + i, grad_ptr + rows * (N * N + 2 * N) + i
-    a = _sigmoid(tl.load(raw_ptrs, mask=mask, other=0).to(tl.float32) + tl.load(bias_ptr + i))
+    a = sigmoid(tl.load(raw_ptrs, mask=mask, other=0).to(tl.float32) + tl.load(bias_ptr + i))
     grad = tl.load(grad_a_ptr + rows * N + i, mask=mask, other=0)
     tl.store(grad_ptrs, grad * a * (1 - a), mask=mask)
     c = tl.load(raw_ptrs + N, mask=mask, other=0).to(tl.float32) + tl.load(bias_ptr + N + i)
-    c = _sigmoid(c - _SHIFT)
+    c = sigmoid(c - _SHIFT)
     grad = tl.load(grad_c_ptr + rows * N + i, mask=mask, other=0)
     tl.store(grad_ptrs + N, grad * 2 * c * (1 - c), mask=mask)
     i = tl.arange(0, N)
