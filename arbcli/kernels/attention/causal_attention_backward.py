@@ -347,12 +347,10 @@ def _tiles(q: Tensor) -> tuple[int, int]:
 
 
 def launch_backward(
-    grads: Tensor,
-    inputs: tuple[Tensor, ...],
-    logs: Tensor,
+    grads: Tensor, inputs: tuple[Tensor, ...], logs: Tensor,
     turned: tuple[Tensor, Tensor, Tensor] | None = None,
     dropped: tuple[Tensor, float] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Launch the programs for queries and for keys.
 
     Args:

@@ -23,6 +23,7 @@ from arbcli.kernels.attention.causal_attention_backward import (
     new_gradients,
     split_heads,
 )
+from arbcli.kernels.attention.rotary_norm import dense_heads
 from arbcli.kernels.rows.dropout import dropout, mask_constants
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
@@ -103,7 +104,7 @@ def _dropped_attention_triton(
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     logs = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if y.numel():
-        q, k, v = (part if part.stride(3) == 1 else part.contiguous() for part in (q, k, v))
+        q, k, v = dense_heads(q, k, v)
         exact = q.dtype == torch.float32
         block = 16 if exact else 64
         _dropped_attention_kernel[triton.cdiv(length, block), heads, batch](

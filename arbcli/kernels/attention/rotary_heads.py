@@ -192,9 +192,7 @@ def _rotary_heads_backward_triton(
     grad_qkv = torch.empty_like(qkv)
     sums = None if gains is None else gains.new_empty(2, programs, width)
     if programs:
-        grads = [
-            part if part.stride(3) == 1 else part.contiguous() for part in (grad_q, grad_k, grad_v)
-        ]
+        grads = rotary.dense_heads(grad_q, grad_k, grad_v)
         strides = [stride for grad in grads for stride in grad.stride()[:3]]
         _rotary_heads_backward_kernel[(programs, 3)](
             *grads, qkv, cos if gains is None else gains, cos, sin, grad_qkv,

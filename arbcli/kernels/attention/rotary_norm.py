@@ -28,6 +28,11 @@ def unpack_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def dense_heads(*parts: Tensor) -> list[Tensor]:
+    """Make the last dimension of each part contiguous; copies only those where it is not."""
+    return [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
+
+
 def _rotate_float32(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate (B, T, ..., d) float32 by (T, d / 2) angles."""
     first, second = x.chunk(2, dim=-1)
@@ -78,9 +83,7 @@ def _rotary_norm_backward_native(
 ) -> Tensor:
     batch, length, _, heads, width = qkv.shape
     grad_qkv = torch.empty_like(qkv)
-    grads = [
-        grad if grad.stride(3) == 1 else grad.contiguous() for grad in (grad_q, grad_k, grad_v)
-    ]
+    grads = dense_heads(grad_q, grad_k, grad_v)
     strides = (grad.stride(axis) for grad in grads for axis in range(3))
     native.call(
         "rotary_norm_backward", *grads, *strides, qkv, grad_qkv, r.contiguous(),
@@ -227,9 +230,7 @@ def _rotary_norm_backward_triton(
     grad_qkv = torch.empty_like(qkv)
     rows = batch * length * heads
     if rows:
-        grads = [
-            grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (grad_q, grad_k, grad_v)
-        ]
+        grads = dense_heads(grad_q, grad_k, grad_v)
         strides = [stride for grad in grads for stride in grad.stride()[:3]]
         tile = rotary_tile(width // 2)
         _rotary_norm_backward_kernel[(triton.cdiv(rows, tile["BLOCK_R"]), 3)](

@@ -483,12 +483,9 @@ def _prepacked_rows_triton(
 
 
 def prepacked_rows(
-    x: Tensor,
-    weight: Prepacked,
-    eps: float | None = None,
-    added: Tensor | None = None,
+    x: Tensor, weight: Prepacked, eps: float | None = None, added: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Normalise rows, multiply by a prepacked matrix, gate the products and add `added`.
 
     Args:

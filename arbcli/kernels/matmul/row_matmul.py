@@ -837,13 +837,9 @@ def _row_matmul_triton(
 
 
 def row_matmul(
-    x: Tensor | AttentionParts,
-    weight: Prepacked,
-    eps: float | None = None,
-    added: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    early: bool = False,
-) -> Tensor:
+    x: Tensor | AttentionParts, weight: Prepacked, eps: float | None = None,
+    added: Tensor | None = None, dtype: torch.dtype | None = None, early: bool = False,
+) -> Tensor:  # fmt: skip
     """Normalise rows, multiply by a prepacked matrix, gate the products and add `added`.
 
     Args:

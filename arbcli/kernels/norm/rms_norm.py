@@ -91,14 +91,9 @@ def norm_native(x: Tensor, weight: Tensor | None, eps: float | None, *, gated: b
 
 
 def norm_backward_native(
-    grad_y: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float | None,
-    *,
-    gated: bool,
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, eps: float | None, *, gated: bool,
     grad_x: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the gradient of x in `norm_native`, and recompute its result.
 
     The gradient is written to `grad_x`, like x and contiguous. It may be x itself, as each row is

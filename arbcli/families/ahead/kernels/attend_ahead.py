@@ -61,13 +61,9 @@ def slots_of(position: Tensor, rows: int, window: int) -> Tensor:
 
 
 def _attend_in_turn(
-    attend: Callable[[Tensor, Tensor], Tensor],
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    new: Tensor,
-    position: Tensor,
-) -> list:
+    attend: Callable[[Tensor, Tensor], Tensor], qkv: Tensor, keys: Tensor, values: Tensor,
+    new: Tensor, position: Tensor,
+) -> list:  # fmt: skip
     """Attend from one position after another, then restore the rings.
 
     Args:
@@ -390,17 +386,9 @@ def rows_of_program(rows: int, parts: int, processors: int, *, several: bool) ->
 
 
 def attend_in_turn(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    new: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    semaphores: Tensor,
-    eps: float,
-    one_program: bool = False,
-) -> Tensor:
+    qkv: Tensor, keys: Tensor, values: Tensor, new: Tensor, position: Tensor, cos: Tensor,
+    sin: Tensor, semaphores: Tensor, eps: float, one_program: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute `attend_ahead` with one `decode_attention` per byte.
 
     Args:

@@ -10,6 +10,7 @@ Source: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, eq. 1 and 2.
 import torch
 from torch import Tensor
 
+from arbcli.kernels.attention.rotary_norm import dense_heads
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements
@@ -113,7 +114,7 @@ def _choose_entries_triton(
         return chosen
     if q.dtype == E4M3 and not has_e4m3(q):  # exact: bfloat16 represents all e4m3 numbers
         q, k = q.to(w.dtype), k.to(w.dtype)
-    q, k = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k))
+    q, k = dense_heads(q, k)
     tile = 16 if q.dtype == torch.float32 else 64  # larger float32 tiles spill registers
     together = min(batch, max(1, chunk_elements(ELEMENTS) // (groups * number)))
     scores = torch.empty(together, groups, number, dtype=torch.float32, device=q.device)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.families.compressed.kernels.compressed_attention import dense_rows
 from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
@@ -174,7 +173,7 @@ def _tile(x: Tensor, beta: Tensor, heads: int) -> dict[str, int]:
 def _compress_blocks_triton(
     x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = dense_rows(x)
+    (x,) = rotary.dense_heads(x)
     (batch, length, width), m = x.shape, beta.shape[1]
     number, vector = length // m, (heads, width // 3 // heads)
     recent = torch.empty(batch, length, *vector, dtype=x.dtype, device=x.device)
@@ -192,7 +191,7 @@ def _compress_blocks_backward_triton(
     grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor,
     heads: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    x = dense_rows(x)
+    (x,) = rotary.dense_heads(x)
     (batch, length, _), m = x.shape, beta.shape[1]
     number = length // m
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)

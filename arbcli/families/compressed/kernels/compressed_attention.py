@@ -361,7 +361,7 @@ def _compressed_attention_triton(
     (batch, length, heads, width), kv = x.shape, recent.shape[2]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     logs = torch.empty(batch, length, heads, dtype=torch.float32, device=x.device)
-    x, recent, entries = (dense_rows(part) for part in (x, recent, entries))
+    x, recent, entries = rotary.dense_heads(x, recent, entries)
     sink, cos, sin = (part.contiguous() for part in (sink, cos, sin))
     tile = tiling(x, recent, chosen, sight)
     shares, number, size = logs, 0, 0
@@ -383,11 +383,6 @@ def _compressed_attention_triton(
     if chosen is None:
         return y, logs, None
     return y, logs, shares[:, 0] if shares.shape[1] == 1 else shares.sum(dim=1)
-
-
-def dense_rows(x: Tensor) -> Tensor:
-    """Make the last dimension of x, of any shape, contiguous; copies only if it is not."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def block_n(x: Tensor, limit: int = 64) -> int:

@@ -18,7 +18,6 @@ from arbcli.families.compressed.kernels.compressed_attention import (
     Sight,
     attend_part,
     block_n,
-    dense_rows,
     groups_of_part,
     load_queries,
     load_vectors,
@@ -255,7 +254,7 @@ def _compressed_attention_backward_triton(
     (batch, length, heads, width), kv = x.shape, recent.shape[2]
     lead, precision = recent.shape[1] - length, "ieee" if x.dtype == torch.float32 else "tf32"
     grad_y, y, logs, cos, sin = (part.contiguous() for part in (grad_y, y, logs, cos, sin))
-    x, recent, entries = (dense_rows(part) for part in (x, recent, entries))
+    x, recent, entries = rotary.dense_heads(x, recent, entries)
     tile = tiling(x, recent, chosen, sight)
     q, do = torch.empty(2, *x.shape, dtype=x.dtype, device=x.device).unbind()
     delta = torch.empty_like(logs)

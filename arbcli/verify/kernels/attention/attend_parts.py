@@ -16,15 +16,9 @@ from arbcli.verify.verification import Gate, Verification
 
 
 def attend_parts_reference(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    max_parts: int = MOST_PARTS,
-) -> tuple[Tensor, ...]:
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    eps: float, max_parts: int = MOST_PARTS,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the values, totals and ring of `attend_parts`, in float64.
 
     Query and key are rounded to bf16. Parts that the kernel does not write are 0.

@@ -40,7 +40,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     gains = draw_gains(rng, n, k, rng.pick((2.0**14, 2.0**16, 2.0**22)))
     squares = torch.tensor(rng.integer(1000), device=rng.device)
     return (
-        moment, rng.reals(n, k), *gains, rng.key(), rng.scalar(not rng.chance(0.1)), squares,
+        moment, rng.reals(n, k), *gains, rng.key(), rng.ok(), squares,
         rng.pick((0, 58982, 65536)), rng.scalar(rng.integer(1024)),
         rng.scalar(4 + rng.integer(12)), nibble, draw_turn(rng),
     )  # fmt: skip

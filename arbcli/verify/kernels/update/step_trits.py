@@ -107,9 +107,8 @@ def _draw_by_moment(rng: CaseGenerator, group_size: int, m: int, n: int, k: int)
     )
     limit = rng.scalar(rng.pick((2**14, 2**19, 2**23)))
     return (
-        packed, remainder, moment, rng.key(), draw_turn(rng), step_size, squares,
-        limit,
-        rng.scalar(not rng.chance(0.1)), flips, radix, largest, _draw_decay(rng),
+        packed, remainder, moment, rng.key(), draw_turn(rng), step_size, squares, limit, rng.ok(),
+        flips, radix, largest, _draw_decay(rng),
     )  # fmt: skip
 
 
@@ -123,8 +122,8 @@ def _draw_by_direction(rng: CaseGenerator, group_size: int, m: int, n: int, k: i
     limit = rng.pick((2**14, 2**19, 2**23))
     control = map(rng.scalar, (rng.integer(2**12), 6 + rng.integer(8), limit))
     return (
-        packed, remainder, rng.reals(n, k), *gains, rng.key(), *control,
-        rng.scalar(not rng.chance(0.1)), torch.tensor(rng.integer(1000), device=rng.device),
+        packed, remainder, rng.reals(n, k), *gains, rng.key(), *control, rng.ok(),
+        torch.tensor(rng.integer(1000), device=rng.device),
         radix, largest, _draw_decay(rng), draw_turn(rng), nibble,
     )  # fmt: skip
 
