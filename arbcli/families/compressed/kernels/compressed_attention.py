@@ -214,6 +214,30 @@ def load_vectors(ptr, rows, mask, stride, HALF: tl.constexpr, BLOCK_H: tl.conste
 
 
 @triton.jit
+def queries_of_program(
+    T, SHIFT, HEADS_PER_KV: tl.constexpr, KV: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, OF_KV: tl.constexpr,
+):  # fmt: skip
+    """Map a program to rows: queries of one head each, with heads that share keys side by side.
+
+    Returns:
+        Indices of text, key head, block and part; position and head of each row, and whether there
+        is such a query, [ROWS]; the first and the last position.
+    """
+    block, b = tl.program_id(0), (tl.program_id(1) // KV).to(tl.int64)
+    kv, part = tl.program_id(1) % KV, 0
+    if PARTS > 1:
+        part = tl.program_id(2)
+    row = part * ROWS + tl.arange(0, ROWS)
+    place, head = row // OF_KV, row % OF_KV
+    first = block * QUERIES + SHIFT
+    t, h = first + place, kv * HEADS_PER_KV + head
+    valid = (place < QUERIES) & (head < HEADS_PER_KV) & (t >= 0) & (t < T)
+    low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
+    return b, kv, block, part, t, h, valid, low, high
+
+
+@triton.jit
 def scores_of(q1, q2, k1, k2, scale, PRECISION: tl.constexpr):
     """Multiply queries by vectors, both given as halves: [ROWS, BLOCK_N] float32."""
     scores = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
@@ -231,18 +255,9 @@ def _compressed_attention_kernel(
     PARTS: tl.constexpr, OF_KV: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr, CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    block, b = tl.program_id(0), (tl.program_id(1) // KV).to(tl.int64)
-    kv, part = tl.program_id(1) % KV, 0
-    if PARTS > 1:
-        part = tl.program_id(2)
-    heads_per_kv: tl.constexpr = HEADS // KV
-    # a row of the tile is a query of one head; heads that share keys are adjacent
-    row = part * ROWS + tl.arange(0, ROWS)
-    place, head = row // OF_KV, row % OF_KV
-    first = block * QUERIES + SHIFT
-    t, h = first + place, kv * heads_per_kv + head
-    valid = (place < QUERIES) & (head < heads_per_kv) & (t >= 0) & (t < T)
-    low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
+    b, kv, block, part, t, h, valid, low, high = queries_of_program(
+        T, SHIFT, HEADS // KV, KV, QUERIES, ROWS, PARTS, OF_KV
+    )
     # normalise and rotate the queries, as halves
     x1, x2, cos, sin = load_queries(
         x_ptr + b * stride_xb, cos_ptr, sin_ptr, t, h, valid, stride_xt, stride_xh, HALF, BLOCK_H

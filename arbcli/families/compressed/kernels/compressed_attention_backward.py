@@ -24,6 +24,7 @@ from arbcli.families.compressed.kernels.compressed_attention import (
     most_rows,
     num_warps,
     parts_of,
+    queries_of_program,
     scores_of,
     tiling,
 )
@@ -104,17 +105,9 @@ def _grad_queries_kernel(
     PARTS: tl.constexpr, OF_KV: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr, CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    block, b = tl.program_id(0), (tl.program_id(1) // KV).to(tl.int64)
-    kv, part = tl.program_id(1) % KV, 0
-    if PARTS > 1:
-        part = tl.program_id(2)
-    heads_per_kv: tl.constexpr = HEADS // KV
-    row = part * ROWS + tl.arange(0, ROWS)
-    place, head = row // OF_KV, row % OF_KV
-    first = block * QUERIES + SHIFT
-    t, h = first + place, kv * heads_per_kv + head
-    valid = (place < QUERIES) & (head < heads_per_kv) & (t >= 0) & (t < T)
-    low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
+    b, kv, block, part, t, h, valid, low, high = queries_of_program(
+        T, SHIFT, HEADS // KV, KV, QUERIES, ROWS, PARTS, OF_KV
+    )
     # queries, output gradients and row sums that the first kernel prepared
     rows = (b * T + t) * HEADS + h
     q1, q2 = load_vectors(q_ptr, rows, valid, 2 * HALF, HALF, BLOCK_H)
@@ -175,11 +168,14 @@ def _grad_queries_kernel(
     x1, x2, cos, sin = load_queries(
         x_ptr + b * stride_xb, cos_ptr, sin_ptr, t, h, valid, stride_xt, stride_xh, HALF, BLOCK_H
     )
-    r = rotary.inverse_rms(x1, x2, eps, HALF)
+    r = rotary.inverse_rms(x1, x2, eps, HALF)[:, None]
     g1, g2 = rotary.rotate_back(dq1, dq2, cos, sin)
-    g1, g2 = rotary.norm_backward(g1, g2, x1 * r[:, None], x2 * r[:, None], r, HALF)
+    x1, x2 = x1 * r, x2 * r
+    mean = (tl.sum(g1 * x1 + g2 * x2, axis=1) / (2 * HALF))[:, None]
     ptrs = grad_x_ptr + rows[:, None] * (2 * HALF) + offs
-    rotary.store_halves(ptrs, g1, g2, valid[:, None] & (offs < HALF), HALF)
+    both = valid[:, None] & (offs < HALF)
+    tl.store(ptrs, ((g1 - x1 * mean) * r).to(dtype), mask=both)
+    tl.store(ptrs + HALF, ((g2 - x2 * mean) * r).to(dtype), mask=both)
 
 
 @triton.jit
