@@ -238,6 +238,20 @@ def queries_of_program(
 
 
 @triton.jit
+def entries_at(chosen_ptr, start, offs_n, end, complete, MOST, CHOSEN: tl.constexpr):
+    """Return indices of entries, which of them there are, and which rows see which."""
+    if CHOSEN:
+        j = tl.load(chosen_ptr + start + offs_n, mask=start + offs_n < end, other=-1)
+        there = j >= 0
+        seen = there[None, :]
+    else:
+        j = start + offs_n
+        there = j < end
+        seen = (j[None, :] < complete[:, None]) & (j[None, :] >= complete[:, None] - MOST)
+    return j, there, seen
+
+
+@triton.jit
 def scores_of(q1, q2, k1, k2, scale, PRECISION: tl.constexpr):
     """Multiply queries by vectors, both given as halves: [ROWS, BLOCK_N] float32."""
     scores = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
@@ -293,14 +307,7 @@ def _compressed_attention_kernel(
         begin = tl.maximum((START + low + 1) // RATIO - MOST, 0)
         end = (START + high + 1) // RATIO
     for start in range(begin, end, BLOCK_N):
-        if CHOSEN:
-            j = tl.load(chosen_ptr + start + offs_n, mask=start + offs_n < end, other=-1)
-            there = j >= 0
-            seen = there[None, :]
-        else:
-            j = start + offs_n
-            there = j < end
-            seen = (j[None, :] < complete[:, None]) & (j[None, :] >= complete[:, None] - MOST)
+        j, there, seen = entries_at(chosen_ptr, start, offs_n, end, complete, MOST, CHOSEN)
         k1, k2 = load_vectors(entries_ptr, j, there, stride_ej, HALF, BLOCK_H)
         p = tl.where(seen, tl.exp(scores_of(q1, q2, k1, k2, scale, PRECISION)), 0)
         total += tl.sum(p, axis=1)

@@ -18,6 +18,7 @@ from arbcli.families.compressed.kernels.compressed_attention import (
     Sight,
     attend_part,
     block_n,
+    entries_at,
     groups_of_part,
     load_queries,
     load_vectors,
@@ -141,15 +142,8 @@ def _grad_queries_kernel(
         begin = tl.maximum((START + low + 1) // RATIO - MOST, 0)
         end = (START + high + 1) // RATIO
     for start in range(begin, end, BLOCK_N):
-        if CHOSEN:
-            j = tl.load(chosen_ptr + start + offs_n, mask=start + offs_n < end, other=-1)
-            there = j >= 0
-            seen = there[None, :] & valid[:, None]
-        else:
-            j = start + offs_n
-            there = j < end
-            seen = (j[None, :] < complete[:, None]) & (j[None, :] >= complete[:, None] - MOST)
-            seen = seen & valid[:, None]
+        j, there, seen = entries_at(chosen_ptr, start, offs_n, end, complete, MOST, CHOSEN)
+        seen = seen & valid[:, None]
         k1, k2 = load_vectors(entries_ptr, j, there, stride_ej, HALF, BLOCK_H)
         p, ds = _slopes(q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION)
         ds = ds.to(dtype)
