@@ -7,6 +7,7 @@ replaced, not followed. Temporary files of killed processes are recognised by th
 with its process, and are removed when the same file is written again or by `sweep`.
 """
 
+import glob
 import json
 import os
 import secrets
@@ -26,7 +27,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
-_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+"""Flags of files that others may have prepared: links are not followed."""
 _RANDOM_BYTES = 4
 TEMPORARY = f"{'[0-9a-f]' * (2 * _RANDOM_BYTES)}.tmp"
 """Pattern of the end of a temporary file's name, after `.NAME.`."""
@@ -74,7 +76,8 @@ def write_file(
     """
     with os_errors("write", path, hint):
         with suppress(FileNotFoundError):
-            if not _is_file_or_link(path.lstat()):
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
                 raise OSError("it is not a regular file")
         replace_file(path, write)
 
@@ -90,7 +93,7 @@ def replace_file(path: Path, write: Callable[[BufferedWriter], object], mode: in
     Raises:
         OSError: it cannot be written; an existing file is intact.
     """
-    sweep(path.parent, path.name)
+    sweep(path.parent, glob.escape(path.name))
     temporary, descriptor = _create(path, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -114,7 +117,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         OSError: it cannot be written, or `path` is a file or a folder that is not empty.
     """
-    sweep(path.parent, path.name)
+    sweep(path.parent, glob.escape(path.name))
     temporary = _temporary(path)
     temporary.mkdir()
     lock = _locked(temporary)
@@ -148,7 +151,7 @@ def open_to_append(path: Path) -> BinaryIO:
     """
 
     def opener(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | _FLAGS | getattr(os, "O_NONBLOCK", 0), 0o666)
+        descriptor = os.open(name, flags | OPEN_FLAGS | getattr(os, "O_NONBLOCK", 0), 0o666)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError("it is not a regular file")
@@ -158,14 +161,14 @@ def open_to_append(path: Path) -> BinaryIO:
     return open(path, "ab", opener=opener)
 
 
-def sweep(folder: Path, name: str = "*") -> None:
+def sweep(folder: Path, pattern: str = "*") -> None:
     """Remove temporary files and folders that killed processes left, as far as possible.
 
     Args:
         folder: folder with the temporary files.
-        name: name of the file that they were to become; `*` is any.
+        pattern: pattern of the names of the files that they were to become.
     """
-    for left in folder.glob(f".{name if name == '*' else _escaped(name)}.{TEMPORARY}"):
+    for left in folder.glob(f".{pattern}.{TEMPORARY}"):
         with suppress(OSError):
             if left.is_symlink():
                 left.unlink()
@@ -174,15 +177,6 @@ def sweep(folder: Path, name: str = "*") -> None:
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
                 finally:
                     os.close(lock)
-
-
-def _escaped(name: str) -> str:
-    """Quote the characters that have a meaning in patterns of `Path.glob`."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
-
-
-def _is_file_or_link(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)
 
 
 def _refuse_link(path: Path) -> None:
@@ -201,7 +195,7 @@ def _create(path: Path, mode: int) -> tuple[Path, int]:
     """Create a locked temporary file next to `path`; return its path and descriptor."""
     while True:
         temporary = _temporary(path)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, mode)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, mode)
         if fcntl is not None:
             with suppress(OSError):  # the file system lacks locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -214,7 +208,7 @@ def _locked(path: Path) -> int | None:
     """Lock a temporary file or folder; None if its writer is alive, or locks do not work here."""
     if fcntl is None:
         return None
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

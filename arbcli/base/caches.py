@@ -13,8 +13,8 @@ from hashlib import file_digest, sha256
 from io import BufferedReader
 from pathlib import Path
 
-from arbcli.base.atomic_files import replace_file, sweep
-from arbcli.base.errors import ArbError
+from arbcli.base.atomic_files import OPEN_FLAGS, replace_file, sweep
+from arbcli.base.errors import os_errors
 
 _HINT = "free some space there, or set `XDG_CACHE_HOME` to a folder that you own"
 
@@ -79,7 +79,7 @@ def write_cached(path: Path, blocks: Iterable[bytes]) -> None:
             digest.update(block)
             yield block
 
-    try:
+    with os_errors("write to the cache", path.parent, _HINT):
         for folder in dict.fromkeys((cache_folder(), path.parent)):
             _make_own(folder)
         sweep(path.parent)
@@ -87,12 +87,6 @@ def write_cached(path: Path, blocks: Iterable[bytes]) -> None:
         replace_file(path, lambda file: file.writelines(hashed()), 0o600)
         hexadecimal = digest.hexdigest().encode()
         replace_file(_digest_file(path), lambda file: file.write(hexadecimal), 0o600)
-    except OSError as error:
-        raise _cannot_write(path.parent, error) from error
-
-
-def _cannot_write(folder: Path, error: OSError) -> ArbError:
-    return ArbError(f"cannot write to the cache `{folder}`: {error.strerror or error}", _HINT)
 
 
 def _digest_file(path: Path) -> Path:
@@ -105,9 +99,7 @@ def _open_own(path: Path) -> BufferedReader:
     Raises:
         OSError: the file is missing, not regular, or writable by other users.
     """
-    flags = os.O_RDONLY
-    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):  # a FIFO would block
-        flags |= getattr(os, name, 0)
+    flags = os.O_RDONLY | OPEN_FLAGS | getattr(os, "O_NONBLOCK", 0)  # a FIFO would block
     file = os.fdopen(os.open(path, flags), "rb")
     status = os.fstat(file.fileno())
     if stat.S_ISREG(status.st_mode) and _is_own(status) and _is_own(path.parent.stat()):

@@ -28,16 +28,13 @@ class LoadedMapping(Mapping[str, V]):
 
     def __init__(self, names: Iterable[str], load: Callable[[str], V]) -> None:
         self.names = tuple(names)
-        self.load = load
-        self.loaded: dict[str, V] = {}
+        self.load = cache(load)
 
     def __getitem__(self, name: str) -> V:
         """Return the value of a name, loaded if this is the first time."""
         if name not in self:
             raise KeyError(name)
-        if name not in self.loaded:
-            self.loaded[name] = self.load(name)
-        return self.loaded[name]
+        return self.load(name)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""

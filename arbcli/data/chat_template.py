@@ -13,7 +13,7 @@ from typing import Any
 
 from arbcli.base.atomic_files import make_folder, write_json, write_text
 from arbcli.base.errors import ArbError, optional_module
-from arbcli.base.reading import read_json, read_small, shown
+from arbcli.base.reading import read_small, shown
 from arbcli.base.run_files import COMPANIONS, TOKENIZER
 from arbcli.data.special_tokens import (
     MAP,
@@ -122,8 +122,7 @@ def keep_template(tokenizer: Path | str, run: Path) -> None:
     settings: dict[str, Any] = {}
     try:
         kept_digest = template_digest(find_template(run / TOKENIZER))
-        if (folder / SETTINGS).exists():
-            settings = read_json(folder / SETTINGS, {})
+        settings = read_settings(folder, SETTINGS)
     except ArbError:  # damaged
         kept_digest = None
     if kept_digest == template_digest(template):
@@ -203,16 +202,10 @@ def template_sources(folder: Path) -> Iterator[tuple[str, str]]:
     path, settings = folder / TEMPLATE, read_settings(folder, SETTINGS)
     if path.exists():
         yield str(path), read_small(path, LARGEST, HINT).decode(errors="replace")
-    old = folder / OLD_TEMPLATE
-    held = read_json(old, {}).get("chat_template") if old.exists() else None
-    for name, source in ((old, held), (folder / SETTINGS, settings.get("chat_template"))):
+    for name, fields in (OLD_TEMPLATE, read_settings(folder, OLD_TEMPLATE)), (SETTINGS, settings):
+        source = fields.get("chat_template")
         if isinstance(source, list):  # several named templates
-            named = {item.get("name"): item.get("template") for item in source if is_table(item)}
-            source = named.get("default")
+            named = [item for item in source if isinstance(item, dict)]
+            source = {item.get("name"): item.get("template") for item in named}.get("default")
         if isinstance(source, str):
-            yield str(name), source
-
-
-def is_table(value: object) -> bool:
-    """Return whether a JSON value is an object."""
-    return isinstance(value, dict)
+            yield str(folder / name), source

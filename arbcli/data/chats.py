@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from arbcli.base.errors import ArbError
-from arbcli.base.reading import parse_json, unreadable
+from arbcli.base.reading import is_of, parse_json, unreadable
 from arbcli.data.chat_template import (
     ChatTemplate,
     Message,
     find_template,
-    is_table,
     template_digest,
 )
 from arbcli.data.conversion import RECORD_BYTES, converted
@@ -267,7 +266,7 @@ class _Reader:
         Raises:
             ValueError: the record is invalid.
         """
-        if not is_table(record):
+        if not isinstance(record, dict):
             raise ValueError("it is not an object")
         question, _, answer = self.field.rpartition(JOINED)
         if self.field in CHATS:
@@ -309,7 +308,7 @@ class _Reader:
         messages = record.get(self.field)
         if messages is None:
             messages = next((record[name] for name in CHATS if record.get(name)), None)
-        if not isinstance(messages, list) or not all(map(is_table, messages)):
+        if not isinstance(messages, list) or not is_of(messages, list[dict]):
             raise ValueError(f"its `{self.field}` are not a list of objects")
         read = [self._message(message) for message in messages]
         if not any(message["role"] == ROLES[1] for message in read):
@@ -398,7 +397,7 @@ class _Reader:
 
 def _is_text_part(part: Any) -> bool:
     """Return whether a part of a message's content is a text."""
-    return is_table(part) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return is_of(part, dict) and part.get("type") == "text" and is_of(part.get("text"), str)
 
 
 def _texts_in(value: Any) -> Iterator[str]:

@@ -134,8 +134,7 @@ def first_record(path: Path) -> dict[str, Any]:
     """
     if not name_inside(path).endswith(RECORDS):
         return {}
-    block = next(_unpacked(path), b"").removeprefix(codecs.BOM_UTF8).lstrip()
-    text = block.removeprefix(b"[").decode(errors="replace").lstrip()
+    text = _beginning(path).removeprefix(b"[").decode(errors="replace").lstrip()
     try:
         record, _ = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
@@ -145,10 +144,12 @@ def first_record(path: Path) -> dict[str, Any]:
 
 def _is_array(path: Path, name: str) -> bool:
     """Return whether a file of records has them in an array."""
-    if not name.endswith(".json"):
-        return False
-    first = next(_unpacked(path), b"").removeprefix(codecs.BOM_UTF8).lstrip()
-    return first.startswith(b"[")
+    return name.endswith(".json") and _beginning(path).startswith(b"[")
+
+
+def _beginning(path: Path) -> bytes:
+    """Return the first block of a file of JSON, without what may precede the JSON."""
+    return next(_unpacked(path), b"").removeprefix(codecs.BOM_UTF8).lstrip()
 
 
 def _media_states(path: Path, name: str, field: str) -> Iterator[str]:

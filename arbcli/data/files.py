@@ -192,23 +192,16 @@ def check_named(entries: Iterable[str], field: str | None = None) -> None:
     entries, plain, has_bytes = list(entries), [], False
     for entry in entries:
         name = weight_of(entry)[0]
-        path = os.path.expanduser(name)
-        mode = 0 if name == STDIN or name.startswith(HUB) else _mode(path)
-        if name == STDIN:
-            plain.append(True)
-            has_bytes = True  # unknown until it is read
-        elif name.startswith(HUB):
+        path, is_file = os.path.expanduser(name), False
+        if name.startswith(HUB):
             optional_module("datasets", name, "datasets", "'arb[datasets]'")
-            plain.append(False)
-            has_bytes = True
-        elif mode and not stat.S_ISDIR(mode):
-            has_bytes |= file_bytes(Path(path)) > 0
-            plain.append(not may_have_records(Path(path)))
-        elif not mode and next(_matches(path), None) is None:
-            raise _missing_files(name, is_named=False)
-        else:
-            plain.append(False)
-            has_bytes = True  # unknown until the folder or glob is read
+        elif name != STDIN:
+            mode = _mode(path)
+            if not mode and next(_matches(path), None) is None:
+                raise _missing_files(name, is_named=False)
+            is_file = mode != 0 and not stat.S_ISDIR(mode)
+        has_bytes |= not is_file or file_bytes(Path(path)) > 0  # others are unknown until read
+        plain.append(name == STDIN or (is_file and not may_have_records(Path(path))))
     if entries and not has_bytes:
         raise _missing_text(entries)
     if field is not None and plain and all(plain):

@@ -120,7 +120,7 @@ def _chunks(
     shards: Text, begin: int, end: int, tokenizer: "Tokenizer", path: Path
 ) -> Iterator[list[int]]:
     """Yield the tokens of a piece, and an empty list in place of each special token."""
-    width, special = shards.token_bytes, [*tokenizer.special_ids]
+    width, special = shards.token_bytes, [*tokenizer.specials.values()]
     for start in range(begin, end, CHUNK * width):
         content = shards.read(start, min(CHUNK * width, end - start))
         tokens = np.frombuffer(content, f"<u{width}")

@@ -48,10 +48,6 @@ class _Piece(NamedTuple):
     stop: int
 
 
-SEARCHED_BYTES = 2**20
-"""Number of bytes that a search for a byte reads at once."""
-
-
 class Text:
     """A sequence of files as one stream of bytes.
 
@@ -154,8 +150,8 @@ class Text:
         A sound begins with a mark, and a text may have the end of a sound alone.
         """
         size = len(self)
-        offsets = range(0, size, SEARCHED_BYTES)
-        return any(mark in self.read(o, min(SEARCHED_BYTES, size - o)) for o in offsets) or any(
+        offsets = range(0, size, BLOCK_BYTES)
+        return any(mark in self.read(o, min(BLOCK_BYTES, size - o)) for o in offsets) or any(
             Text.from_parts([(file, 0, 1)]).read(0, 1) == mark for file in self.files
         )
 
@@ -234,11 +230,9 @@ class Mixture(Text):
     """
 
     def __init__(self, parts: Sequence[tuple[Text, float]]) -> None:
-        super().__init__([])
         self.texts, self.weights = zip(*parts, strict=True)
         self.token_bytes = max(text.token_bytes for text in self.texts)
-        self._pieces = [piece for text in self.texts for piece in text._pieces]
-        self._begins = [0, *accumulate(self.sizes)]
+        self._take(piece for text in self.texts for piece in text.pieces)
 
     def windows(self, length: int) -> int:
         """Return the number of windows of `length` bytes; 0 if one of the texts has none."""

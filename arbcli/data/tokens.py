@@ -105,16 +105,10 @@ class Tokenizer:
         return cls(read_small(Path(path), LARGEST_FILE), str(path))
 
     @property
-    def specials(self) -> list[str]:
-        """Texts of the special tokens."""
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        return [token.content for token in added if token.special]
-
-    @property
-    def special_ids(self) -> list[int]:
-        """Special tokens."""
+    def specials(self) -> dict[str, int]:
+        """Special tokens by their texts."""
         added = self._tokenizer.get_added_tokens_decoder().items()
-        return [token for token, entry in added if entry.special]
+        return {entry.content: token for token, entry in added if entry.special}
 
     def special(self, text: str) -> int | None:
         """Return the token with exactly this text, such as the end of a text; None if none has."""

@@ -156,7 +156,7 @@ def test_file_is_on_the_disk_before_it_has_its_name(path, monkeypatch):
 
 
 BYTES = SimpleNamespace(
-    digest="bytes", dtype=np.dtype("<u2"), beginning=[], specials=[],
+    digest="bytes", dtype=np.dtype("<u2"), beginning=[], specials={},
     encode=list, encode_all=lambda texts: [[*text] for text in texts],
     encode_marked=lambda text, specials: [(ord(x), (n, n + 1)) for n, x in enumerate(text)],
 )  # fmt: skip
