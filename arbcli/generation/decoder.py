@@ -185,8 +185,8 @@ class Decoder:
                 which is captured again if they change.
             slot: index of the slot, whose last text is forgotten.
             stream: index of the seed's random stream.
-            progress: see `read`.
-            on_logits: see `read_symbols`; the prompt's last symbol is not read yet.
+            progress: see `read_symbols`; the prompt's last symbol is not read yet.
+            on_logits: see `read_symbols`.
 
         Raises:
             ArbError: `prompt` is empty.
@@ -205,53 +205,21 @@ class Decoder:
             self._sampling_arguments = arguments
             self._capture()
         self._caches[slot].reset()
-        self._read(prompt, slot, progress, on_logits)
-
-    @torch.no_grad()
-    def read(
-        self,
-        symbols: Sequence[int],
-        slot: int = 0,
-        progress: Callable[[int, int], None] = lambda *_: None,
-    ) -> None:
-        """Append symbols to a text, and prefill its cache in chunks of the window.
-
-        Args:
-            symbols: bytes, or tokens, at least one.
-            slot: index of the text's slot.
-            progress: called after each chunk with the number of symbols read and in total.
-
-        Raises:
-            ArbError: `symbols` is empty.
-            ValueError: the text would be too long, or has not begun.
-        """
-        self._check_begun(slot)
-        self._read(symbols, slot, progress)
-
-    def _read(
-        self,
-        symbols: Sequence[int],
-        slot: int,
-        progress: Callable[[int, int], None],
-        on_logits: Callable[[Tensor], None] | None = None,
-    ) -> None:
-        if not symbols:
+        shortest, room = self._shortest_prompt, self._text.shape[-1]
+        if not prompt:
             raise ArbError("the prompt is empty", "give at least one byte, such as a newline")
-        length, shortest = self.lengths.get(slot, 0), self._shortest_prompt
-        if not length and len(symbols) < shortest:
-            raise ValueError(f"a prompt of {shortest} bytes was expected, got {len(symbols)}")
-        if length + len(symbols) > self._text.shape[-1]:
-            raise ValueError(f"no room for {len(symbols)} bytes after {length}")
+        if len(prompt) < shortest:
+            raise ValueError(f"a prompt of {shortest} bytes was expected, got {len(prompt)}")
+        if len(prompt) > room:
+            raise ValueError(f"no room for {len(prompt)} bytes in a text of {room}")
         marked = self.model.config.symbols > VOCABULARY  # the text has the low bits of marks
-        ids = symbols_on(self.device, symbols, torch.int32 if marked else self._text.dtype)
-        self._texts[slot][length : length + len(ids)] = ids
-        if length:
-            ids = torch.cat([self._byte[slot].to(ids.dtype), ids])
+        ids = symbols_on(self.device, prompt, torch.int32 if marked else self._text.dtype)
+        self._texts[slot][: len(ids)] = ids
         with use_backend(self.backend):
             read_symbols(self.model, ids[:-1], self._caches[slot], progress, on_logits)
         self._byte[slot] = ids[-1]  # the next step reads it
         self._active[slot] = 1
-        self.lengths[slot] = length + len(symbols)
+        self.lengths[slot] = len(ids)
 
     @torch.no_grad()
     def step(self, steps: int = 1) -> None:

@@ -122,9 +122,8 @@ def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it
             decoder, slot = Decoder(lm, 400, texts, capture=False, prompt=80), texts - 1
             with pytest.raises(ValueError, match="prompt of 80 bytes was expected, got 79"):
                 decoder.begin(text[:79], slot=slot)
-            decoder.begin(text[:80], Sampling(seed=2), slot=slot)
             progress = mock.Mock()
-            decoder.read(text[80:], slot, progress)
+            decoder.begin(text, Sampling(seed=2), slot=slot, progress=progress)
             at_once, told = decoder.cache.window, [call.args for call in progress.mock_calls]
             size = told[-1][1]
             assert told == [
@@ -173,8 +172,8 @@ def test_no_more_bytes_than_the_text_has_room_for(device):
     decoder.begin(b"12345678")
     with pytest.raises(ValueError, match="no room for 3 bytes after 8"):
         next(decoder.stream(3))
-    with pytest.raises(ValueError, match="no room for 3 bytes after 8"):
-        decoder.read(b"abc")
+    with pytest.raises(ValueError, match="no room for 11 bytes in a text of 10"):
+        decoder.begin(b"12345678abc")
     decoder = Decoder(model(device), 10, 2)
     for slot, prompt in enumerate((b"1234", b"12345678")):
         decoder.begin(prompt, slot=slot)
@@ -193,7 +192,6 @@ def test_slot_without_a_text_is_refused(texts, device):
     def check() -> None:
         for use in (
             lambda: next(decoder.stream(3)),
-            lambda: decoder.read(b"abc", slot),
             lambda: decoder.end(slot, 1),
         ):
             with pytest.raises(ValueError, match="no text has begun in slot 0"):

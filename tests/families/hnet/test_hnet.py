@@ -90,14 +90,11 @@ def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatc
     with lm.prepared_weights(), torch.no_grad():
         decoder = Decoder(lm, 24, capture=False)
         decoder.begin(prompt, Sampling(temperature=0))
-        made = prompt + b"".join(decoder.stream(6))
-        decoder.read(b"ab")  # what reads several bytes goes on where steps left off
-        made += b"ab" + b"".join(decoder.stream(11))
+        made = prompt + b"".join(decoder.stream(19))
         logits = lm(torch.tensor([list(made)]))
     expected = bytes(logits[0].argmax(dim=1).tolist())
-    assert made[5:11] + made[13:] == expected[4:10] + expected[12:-1]
-    read = [*range(4, 10), *range(12, 23)]
-    torch.testing.assert_close(torch.cat(of_steps)[:, 0], logits[0, read], **CLOSE)
+    assert made[5:] == expected[4:-1]
+    torch.testing.assert_close(torch.cat(of_steps)[:, 0], logits[0, 4:23], **CLOSE)
 
 
 @pytest.mark.gpu
