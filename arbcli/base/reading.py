@@ -25,6 +25,7 @@ SHOWN = 60
 """Maximum number of characters of a value in an error message."""
 READ_HINT = "check the path and its permissions"
 ALTERED = "it was truncated or altered: restore it from a copy"
+DAMAGED = "it is truncated or damaged: fetch it again"
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from arbcli.base.output import (
     write_chunks,
 )
 from arbcli.base.reading import check_regular
+from arbcli.base.run_files import run_of
 from arbcli.commands import _options as opt
 from arbcli.commands._chat import chat
 from arbcli.commands._help import combining, options_given
@@ -163,7 +164,7 @@ def generate(
     if config := opt.config_in_header(checkpoint):
         _check_model(config, options, ahead, steps)
         if chats:
-            template_of(checkpoint if checkpoint.is_dir() else checkpoint.parent)
+            template_of(run_of(checkpoint))
     lines = read_lines(prompts) if prompts else []
     is_interactive = options.isdisjoint(NOT_INTERACTIVE) and is_terminal()
     with LiveLine("loading"):

@@ -25,7 +25,7 @@ from arbcli.base.caches import cache_folder, is_cached, write_cached
 from arbcli.base.environment import number_in
 from arbcli.base.errors import ArbError, library_errors, optional_module, quoted
 from arbcli.base.lazy import imported
-from arbcli.base.reading import unreadable
+from arbcli.base.reading import DAMAGED, unreadable
 from arbcli.data.files import PLAIN, RECORDS, TABLES, TAR, Conversion, name_inside, weight_of
 from arbcli.families import MEDIA, medium_of
 
@@ -246,8 +246,7 @@ def _unpacked(path: Path) -> Iterator[bytes]:
     zstandard = None
     if suffix == ".zst":
         zstandard = optional_module("zstandard", path, "zstandard", "zstandard")
-    hint = "it is truncated or damaged: fetch it again"
-    damaged = library_errors(f"`{path}` cannot be unpacked", hint, (gzip.BadGzipFile,))
+    damaged = library_errors(f"`{path}` cannot be unpacked", DAMAGED, (gzip.BadGzipFile,))
     with damaged, gzip.open(path) if suffix == ".gz" else path.open("rb") as file:
         blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
         yield from _frames(blocks, zstandard.ZstdDecompressor()) if zstandard else blocks

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from arbcli.base.errors import ArbError
-from arbcli.base.reading import file_bytes, open_regular
+from arbcli.base.reading import DAMAGED, file_bytes, open_regular
 from arbcli.data.conversion import bounded, converted
 from arbcli.data.files import name_inside
 from arbcli.data.text import TOKEN_BYTES, Text
@@ -63,7 +63,7 @@ def shard_layout(path: Path, data_format: str | None) -> tuple[int, int]:
         if size != HEADER_BYTES + width * tokens:
             raise ArbError(
                 f"`{path}` has {size:,} bytes, and its header says {tokens:,} tokens",
-                "it is truncated or damaged: fetch it again",
+                DAMAGED,
             )
         return HEADER_BYTES, width
     if data_format is None:

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from arbcli.base.errors import ArbError, library_errors, optional_module
+from arbcli.base.errors import ArbError, library_errors, optional_module, quoted
+from arbcli.base.reading import DAMAGED
 
 ROWS = 1024
 """Number of rows that become Python objects at once."""
 FILE_MAGIC = b"ARROW1"
 """First bytes of Arrow's file format; its stream format has none."""
-DAMAGED = "it is truncated or damaged: fetch it again"
 
 
 def rows_of(path: Path) -> Iterator[bytes]:
@@ -101,7 +101,7 @@ def _column_index(schema: Any, path: Path, field: str) -> int:
     if field not in schema.names:
         raise ArbError(
             f"`{path}` has no column `{field}`",
-            f"choose one of: {', '.join(f'`{name}`' for name in schema.names)}",
+            f"choose one of: {quoted(schema.names)}",
         )
     index = schema.names.index(field)
     if schema.types[index].num_fields:

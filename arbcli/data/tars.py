@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from arbcli.base.errors import ArbError, library_errors
+from arbcli.base.reading import DAMAGED
 
 MEMBER_BYTES = 2**24
 """Maximum size of a member in bytes."""
@@ -29,7 +30,7 @@ def members(plain: Path, path: Path, suffix: str) -> Iterator[tuple[str, bytes]]
         ArbError: the archive is damaged, or a member is a link or too large, or there is none.
     """
     with (
-        library_errors(f"`{path}` cannot be read", "it is truncated or damaged: fetch it again"),
+        library_errors(f"`{path}` cannot be read", DAMAGED),
         plain.open("rb") as file,
         tarfile.open(fileobj=file, mode="r:") as archive,
     ):

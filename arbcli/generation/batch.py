@@ -42,16 +42,11 @@ class Request:
         """
         if not self.prompt:
             raise ArbError("the prompt is empty", "give at least one byte, such as a newline")
-        if self.length < 1 or self.positions > LONGEST_TEXT:
+        if self.length < 1 or len(self.prompt) + self.length > LONGEST_TEXT:
             raise ArbError(
                 f"`length` is {self.length:,} after a prompt of {len(self.prompt):,} bytes",
                 f"use at least 1, and at most {LONGEST_TEXT:,} with the prompt",
             )
-
-    @property
-    def positions(self) -> int:
-        """Length of the text, including the prompt."""
-        return len(self.prompt) + self.length
 
 
 def check_batch(batch: int | None) -> int:

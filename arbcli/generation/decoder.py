@@ -120,7 +120,8 @@ class Decoder:
         dtype, shape = text_dtype(model.config.vocabulary), (texts,) if texts > 1 else ()
         self._text = torch.zeros(*shape, positions, dtype=dtype, device=device)
         self._texts = [*self._text.view(texts, positions)]  # views
-        self._byte = torch.zeros(texts, 1, dtype=torch.int64, device=device)  # last bytes
+        self.last = torch.zeros(texts, 1, dtype=torch.int64, device=device)
+        """The last symbol of each slot's text, (texts, 1) int64, which the next step replaces."""
         self._key = torch.zeros(shape, **integers)
         self.logits: Tensor | None = None
         """Logits of the last step, (texts, V); steps that are replayed write the same tensor."""
@@ -132,13 +133,13 @@ class Decoder:
 
             self._caches: Sequence[Cache] = self.cache.texts
             self._active, self._choose = self.cache.active, choose_bytes_
-            self._eager = [Phase(0, partial(model, self._byte, self.cache))]
+            self._eager = [Phase(0, partial(model, self.last, self.cache))]
             ones = torch.ones(texts, device=device)
             self._slot_sampling = torch.zeros_like(ones), ones.int(), ones
         else:
             self._caches, self._active = [self.cache], torch.zeros(1, **integers)  # unused
             self._choose = choose_byte_
-            self._eager = step_phases(model, self._byte, self.cache)
+            self._eager = step_phases(model, self.last, self.cache)
             self._records = self.backend == "native" and capture is None and len(self._eager) == 1
         self._sampling_arguments: tuple[Any, ...] = ()
         """Temperature, top k and top p in the step: numbers, or the tensors of all slots."""
@@ -155,11 +156,6 @@ class Decoder:
     def bytes_per_check(self) -> float | None:
         """Mean number of bytes per speculative step; None without one."""
         return self.checked_bytes / self.checks_made if self.checks_made else None
-
-    @property
-    def last(self) -> Tensor:
-        """The last symbol of each slot's text, (texts, 1) int64, which the next step replaces."""
-        return self._byte
 
     @property
     def nbytes(self) -> int:
@@ -217,7 +213,7 @@ class Decoder:
         self._texts[slot][: len(ids)] = ids
         with use_backend(self.backend):
             read_symbols(self.model, ids[:-1], self._caches[slot], progress, on_logits)
-        self._byte[slot] = ids[-1]  # the next step reads it
+        self.last[slot] = ids[-1]  # the next step reads it
         self._active[slot] = 1
         self.lengths[slot] = len(ids)
 
@@ -302,7 +298,7 @@ class Decoder:
         begin, size = self.lengths[0], checks.size
         end = begin + length
         together = FETCHED_STEPS if self.device.type == "cuda" else 1
-        checks.begin(self._byte)
+        checks.begin(self.last)
         pending: deque[_Fetch] = deque()
         while True:
             launched = sum(group.checks for group in pending)
@@ -320,7 +316,7 @@ class Decoder:
                 yield group.text()[begin - group.begin : self.lengths[0] - group.begin]
                 begin = self.lengths[0]
             else:
-                self._byte.copy_(checks.byte)
+                self.last.copy_(checks.byte)
                 return end - begin
 
     def _check_begun(self, slot: int) -> None:
@@ -367,7 +363,7 @@ class Decoder:
         if logits is not None:
             self.logits = logits[:, 0]
             self._choose(
-                self._byte,
+                self.last,
                 self._text,
                 self.logits.view(*self._key.shape, -1),
                 self.cache.position,  # already incremented: positions of the next symbols
@@ -412,7 +408,7 @@ class Decoder:
         if self.checks is not None:
             for _ in range(WARM_UP_STEPS):
                 self.cache.reset()
-                self.checks.begin(self._byte)
+                self.checks.begin(self.last)
                 self._check()
             checks = torch.cuda.CUDAGraph()
             with capturing(checks, pool=graphs[-1].pool()):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.base.errors import ArbError
+from arbcli.base.run_files import run_of
 from arbcli.config.training import TrainConfig
 from arbcli.data.text import entropy, held_out_batch
 from arbcli.families.experts.mixture import Experts
@@ -108,7 +109,7 @@ def open_saved(
     Raises:
         ArbError: there is no checkpoint, or it is damaged.
     """
-    run = path if path.is_dir() else path.parent
+    run = run_of(path)
     checkpoint = read_saved(path, note).checkpoint
     config = run_config(run, read_facts(run))
     if config.model.weights != "ternary":

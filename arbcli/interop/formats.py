@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from arbcli.base.errors import ArbError
-from arbcli.base.run_files import CONFIG
+from arbcli.base.run_files import CONFIG, run_of
 
 FORMATS = {
     "gguf": "one file for llama.cpp and what is built on it",
@@ -19,7 +19,7 @@ NAMES = {"gguf": "{}.gguf", "hf": "{}-hf", "safetensors": "{}-weights.safetensor
 
 def name_of(source: Path) -> str:
     """Return the name of a run, or of the file that was saved if it is in none."""
-    run = source if source.is_dir() else source.parent
+    run = run_of(source)
     name = run.resolve().name if (run / CONFIG).exists() else source.stem
     return name.encode(errors="replace").decode()  # files of text are UTF-8, names need not be
 

@@ -25,6 +25,7 @@ from arbcli.families.experts.weight import ExpertWeight
 from arbcli.interop.rounding import put
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.kernels.rows.ternary_embedding import embedding_rows
+from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.model.layers.embedding import EmbeddingWeight
 from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.layers.symbols import ManyEmbeddingsWeight, Scored, SymbolWeight
@@ -206,9 +207,7 @@ class Anchored(StreamedTensor):
         for buffer in self.buffers():
             buffer.zero_()
         matrix = self.as_matrix(values)
-        step = max(1, READ_AT_ONCE // matrix.shape[1])
-        for begin in range(0, len(matrix), step):
-            part = slice(begin, min(begin + step, len(matrix)))
+        for part in row_chunks(matrix, READ_AT_ONCE):
             put(self, part, matrix[part].to("cpu", torch.float32).contiguous(), own_grid)
         if self.direction is not None:
             self.direction.start(self.state)
@@ -445,7 +444,7 @@ class Numbers(Anchored, VectorWeight):
         self.values = ()
 
     def dense_use(self, grad: Tensor) -> tuple[Any, Tensor]:
-        """Return the gradient, (n, 1), with None as the input."""
+        """Return the gradient, (N, K), with None as the input."""
         return None, grad
 
 
@@ -453,10 +452,7 @@ class Stack(Anchored, ReadWeight):
     """Matrices that a module reads, stacked by rows and stepped separately."""
 
     always_has_gradients = True
-
-    def dense_use(self, grad: Tensor) -> tuple[Any, Tensor]:
-        """Return the gradient, (N, K), with None as the input."""
-        return None, grad
+    dense_use = Numbers.dense_use
 
     def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
         """Sum the gradients of all uses, and pass the sum to the sink.

@@ -35,9 +35,8 @@ from arbcli.interop.gguf.block_types import (
 from arbcli.interop.gguf.tokens import NORMAL, token_keys
 from arbcli.interop.huggingface import dense
 from arbcli.interop.huggingface.companions import companions_of, tokenizer_of
-from arbcli.kernels.codec.decode_digits import digits_torch
-from arbcli.kernels.codec.packed import Packed, scales_torch
-from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.kernels.codec.decode_digits import integers
+from arbcli.kernels.codec.packed import scales_torch
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import rotary_rates
@@ -83,12 +82,10 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
             "put that of the model there, or use `--to hf`",
         )
     chosen = TYPES[kind] if kind else smallest_type(model.config)
-    model_sources = list(dense.sources(model))
-    types = [
-        TYPES[kind] if kind else smallest_type(model.config, source.tensor)
-        for source in model_sources
+    pairs = [
+        (source, TYPES[kind] if kind else smallest_type(model.config, source.tensor))
+        for source in dense.sources(model)
     ]
-    pairs = list(zip(model_sources, types, strict=True))
     entries = [_entry(part, type) for source, type in pairs for part in source.parts]
     keys = _keys(model.config, name, weights, architecture) | tokens
     divisors = _divisors(model.config)
@@ -237,13 +234,6 @@ def _encoded(source: dense.Source, kind: BlockType, orders: dict[str, Tensor]) -
         order = orders.get(part.gguf, all_rows)
         rounded = digits[part.rows][order], scales[part.rows][order]
         yield encode_digits(part.gguf, *rounded, packed.group_size, kind)
-
-
-def integers(packed: Packed) -> Tensor:
-    """Return the integers of weights, (N, K) int8: trits, or z if they are all digits."""
-    if packed.remainder is None:
-        return unpack_trits(packed.trits, packed.in_features)
-    return (digits_torch(packed, torch.float32) * packed.unit).to(torch.int8)
 
 
 def _keys(

@@ -90,7 +90,9 @@ def token_keys(
             if token is not None:
                 ends.setdefault(kind, token)
     if reader.beginning:
-        ends["bos"] = _only_beginning(reader, path)
+        if len(reader.beginning) > 1:
+            raise _refused(path, f"{len(reader.beginning)} tokens before a text")
+        ends["bos"] = reader.beginning[0]
     others = [token for token in stop_tokens(reader, path) if token != ends.get("eos")]
     if others:  # llama.cpp ends texts at these, too
         ends["eot"] = others[0]
@@ -176,17 +178,6 @@ def _check_options(tokenizer: dict[str, Any], path: Path) -> None:
 
 def _refused(path: Path, part: str) -> ArbError:
     return ArbError(f"`{path}`: GGUF has no place for {part}", HINT)
-
-
-def _only_beginning(reader: Tokenizer, path: Path) -> int:
-    """Return the token that the tokenizer puts before a text.
-
-    Raises:
-        ArbError: there are several.
-    """
-    if len(reader.beginning) > 1:
-        raise _refused(path, f"{len(reader.beginning)} tokens before a text")
-    return reader.beginning[0]
 
 
 def _steps(tokenizer: dict[str, Any], name: str, several: str) -> list[dict[str, Any]]:

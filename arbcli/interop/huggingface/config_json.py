@@ -187,8 +187,8 @@ def read_config(
     width = fields.take("intermediate_size", int)
     channel = MLPConfig(width=width, sub_norm=mixer.sub_norm, bitnet=is_bitnet)
     blocks = tuple(
-        BlockConfig(mixer=_limit_window(mixer, window, ctx), channel=channel)
-        for window in _windows(fields, model_type, layers)
+        BlockConfig(mixer=replace(mixer, window=window), channel=channel)
+        for window in _windows(fields, model_type, layers, ctx)
     )
     rules = {name: storage.pop(name) for name in PART_RULES if name in storage}
     storage["scale_type"] = storage.get("scale_type") or (OF_TRITS if is_bitnet else OF_DIGITS)
@@ -228,11 +228,7 @@ def _check_quantization(fields: _Fields) -> None:
     inner.end()
 
 
-def _limit_window(mixer: AttentionConfig, window: int | None, ctx: int) -> AttentionConfig:
-    return replace(mixer, window=window if window is not None and window < ctx else None)
-
-
-def _windows(fields: _Fields, model_type: str, layers: int) -> list[int | None]:
+def _windows(fields: _Fields, model_type: str, layers: int, ctx: int) -> list[int | None]:
     """Return the attention window of each layer; None is full attention."""
     window = fields.take("sliding_window", int, None)
     uses = fields.take("use_sliding_window", bool, model_type == "mistral")
@@ -248,7 +244,8 @@ def _windows(fields: _Fields, model_type: str, layers: int) -> list[int | None]:
         slides = [kind == "sliding_attention" for kind in kinds]
     if window is None and any(slides) and model_type != "mistral":
         raise fields.refused("sliding_window", None)
-    return [window if slide else None for slide in slides]
+    is_full = window is None or window >= ctx
+    return [window if slide and not is_full else None for slide in slides]
 
 
 def _rotary(fields: _Fields, ctx: int) -> RotaryConfig:

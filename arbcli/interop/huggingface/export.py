@@ -253,7 +253,7 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
         module = CODE.stem
         values |= {
             "architectures": ["ArbForCausalLM"],
-            "model_type": "arb_byte_lm",
+            "model_type": config_json.CUSTOM_CODE_TYPE,
             "auto_map": {
                 "AutoConfig": f"{module}.ArbConfig",
                 "AutoModelForCausalLM": f"{module}.ArbForCausalLM",

@@ -96,25 +96,17 @@ class WeightFolder:
                 )
             names = tensors.keys() if expected is None else expected
             self.tensors |= {tensor: tensors[tensor] for tensor in names}
-        for name, stored in self.tensors.items():
+        for name, stored in [*self.tensors.items()]:
             if stored.dtype not in DTYPES:
                 self._unpack(name, stored)
-        self.tensors = {
-            name: stored
-            for name, stored in self.tensors.items()
-            if not (name.endswith(SCALE) and self._is_packed(name.removesuffix(SCALE)))
-        }
-
-    def _is_packed(self, name: str) -> bool:
-        return name in self.tensors and self.tensors[name].dtype == PACKED
 
     def _unpack(self, name: str, stored: Stored) -> None:
-        """Replace packed trits by an object that reads them.
+        """Replace packed trits and their scale by an object that reads them.
 
         Raises:
             ArbError: they have no scale, or the dtype is another one.
         """
-        scale = self.tensors.get(name + SCALE)
+        scale = self.tensors.pop(name + SCALE, None)
         if stored.dtype != PACKED or scale is None or scale.shape != (1,) or len(stored.shape) != 2:
             raise ArbError(
                 f"`{self.path}`: `{name}` is {stored.dtype}, and arb reads {', '.join(DTYPES)}",

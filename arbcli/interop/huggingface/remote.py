@@ -7,8 +7,7 @@ modules that its model needs.
 import dataclasses
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from arbcli.config.model import ModelConfig
 from arbcli.config.parts.base import every_part
 from arbcli.families import BETWEEN_CODE, RESIDUAL_CODE
 from arbcli.interop.huggingface.config_json import PACKED_TYPE
-from arbcli.kernels.codec.decode_digits import digits_torch
+from arbcli.kernels.codec.decode_digits import integers
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.vector import ReadWeight
 from arbcli.model.packed import StateModule, TernaryTensor
@@ -79,10 +78,8 @@ def remote_code(config: ModelConfig) -> dict[str, str]:
 
 
 def _source(module: str) -> str:
-    spec = find_spec(module)
-    if spec is None or spec.origin is None:
-        raise ValueError(f"there is no module {module}")
-    return Path(spec.origin).read_text()
+    package, _, name = module.rpartition(".")
+    return files(package).joinpath(f"{name}.py").read_text()
 
 
 def _file_name(module: str) -> str:
@@ -138,8 +135,7 @@ def _tensors(part: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
         if packed.remainder is None:
             yield f"{name}.trits", packed.trits
         else:
-            z = digits_torch(packed, torch.float32) * packed.unit
-            yield f"{name}.digits", z.to(torch.int8)
+            yield f"{name}.digits", integers(packed)
             exponent = exponent - (packed.unit.bit_length() - 1)
         fraction = packed.fraction
         yield f"{name}.exponent", exponent

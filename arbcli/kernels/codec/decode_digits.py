@@ -10,7 +10,13 @@ from torch import Tensor
 
 from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packed import ROOTS, Packed, load_scale, scales_torch
-from arbcli.kernels.codec.packing import first_digit, has_planes, take_trit, unpack_trits_torch
+from arbcli.kernels.codec.packing import (
+    first_digit,
+    has_planes,
+    take_trit,
+    unpack_trits,
+    unpack_trits_torch,
+)
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
@@ -40,6 +46,13 @@ def digits_torch(packed: Packed, dtype: torch.dtype, rows: slice | None = None) 
         return trits
     low = packed.remainder << 4 >> 4 if packed.nibble else packed.remainder
     return trits.mul_(packed.radix).add_(low.to(dtype), alpha=packed.low).mul_(1 / packed.unit)
+
+
+def integers(packed: Packed) -> Tensor:
+    """Return the integers of weights, (N, K) int8: trits, or z if they are all digits."""
+    if packed.remainder is None:
+        return unpack_trits(packed.trits, packed.in_features)
+    return (digits_torch(packed, torch.float32) * packed.unit).to(torch.int8)
 
 
 def decode_digits_torch(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -92,7 +92,7 @@ def test_repeated_text_is_proposed(size, sure, wanted, monkeypatch):
     with lm.prepared_weights(), use_backend(KERNELS):
         decoder = Decoder(lm, 40, backend=KERNELS, capture=False, ahead=5)
         decoder.begin(b"one two one t", WAYS[0])
-        decoder.checks.begin(decoder._byte)
+        decoder.checks.begin(decoder.last)
         decoder.checks._propose(decoder._text, decoder._key, (0.0, 256, 1.0))
         assert bytes(decoder.checks._ids[0].tolist()) == wanted
 
