@@ -142,19 +142,9 @@ class Chats(Text):
         return max(size for _, size in self._spans) - 1
 
     @property
-    def source(self) -> Text:
-        """The text of bytes."""
-        return self._source
-
-    @property
     def symbol_bytes(self) -> float:
         """Average number of bytes per token with a loss."""
         return self.learnt_bytes / self.learnt_tokens
-
-    @property
-    def pieces(self) -> list[tuple[Path, int, int]]:
-        """Parts of the text's files: (path, start, stop) each, in bytes."""
-        return self._source.pieces
 
     def windows(self, _length: int) -> int:
         """Return the number of windows."""

@@ -61,6 +61,10 @@ class Text:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._take((path, 0, file_bytes(path)) for path in paths)
 
+    _source: "Text | None" = None
+    """The same text as bytes; None if these are its symbols."""
+    _original: "Text | None" = None
+    """The text of the files; None for `source`."""
     token_bytes = 1
     """Bytes of a token if the files are shards, which `arbcli.data.tokens` reads; 1 for text."""
 
@@ -84,12 +88,12 @@ class Text:
     @property
     def source(self) -> "Text":
         """The text as bytes, which differs from `self` for texts of tokens."""
-        return self
+        return self if self._source is None else self._source
 
     @property
     def original(self) -> "Text":
         """The text of `pieces`: `source`, or the shards that it was decoded from."""
-        return self.source
+        return self.source if self._original is None else self._original
 
     @property
     def symbol_bytes(self) -> float:
@@ -98,8 +102,8 @@ class Text:
 
     @property
     def pieces(self) -> list[tuple[Path, int, int]]:
-        """Parts of files that form the text: (path, start, stop) each, in bytes."""
-        return list(self._pieces)
+        """Parts of files that form `original`: (path, start, stop) each, in bytes."""
+        return list(self.original._pieces)
 
     @property
     def sizes(self) -> list[int]:

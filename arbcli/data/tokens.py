@@ -238,28 +238,11 @@ class _OfTokens(Text):
     tokens: Tokenizer
     dtype: np.dtype
     """Dtype of tokens that are read."""
-    _source: Text
-    _original: Text
-
-    @property
-    def source(self) -> Text:
-        """The text as bytes."""
-        return self._source
-
-    @property
-    def original(self) -> Text:
-        """The text of `pieces`."""
-        return self._original
 
     @property
     def symbol_bytes(self) -> float:
         """Average number of bytes per token."""
-        return len(self._source) / max(1, len(self))
-
-    @property
-    def pieces(self) -> list[tuple[Path, int, int]]:
-        """Parts of the text's files: (path, start, stop) each, in bytes."""
-        return self._original.pieces
+        return len(self.source) / max(1, len(self))
 
     def window_batch(self, starts: Sequence[int], length: int) -> "Tensor":
         """Return the windows that begin at `starts`, (B, length) int32 on the CPU."""
