@@ -44,7 +44,7 @@ from arbcli.data.text import (
     EVAL_BATCHES,
     EVAL_SEED,
     Text,
-    batch,
+    batch_at,
     batch_starts,
     held_out_batch,
 )
@@ -390,10 +390,11 @@ def tune_plain(job: Job, texts: Path, folder: Path, device: str) -> dict[str, An
     step = prepare_plain(job.kind, job.lr, folder, device)
     config = twin_config(folder, device=device, **job_options(job, texts, folder))
     text = open_run_texts(config).train
-    drawn = {"seed": job.seed, "micro": 0, "batch_size": job.batch, "context": config.model.ctx}
+    context = config.model.ctx
     for number in range(job.steps):
         step.updates.lr.fill_(job.lr * learning_rate(config, number) / config.lr)
-        step(*batch(text, step=number, device=device, **drawn))
+        starts = batch_starts(text, job.seed, number, 0, job.batch, context)
+        step(*batch_at(text, starts, context, device))
     figures = {"state_bytes": step.state_bytes(), "captured": step.graph is not None}
     twin = float_model(folder, named_weights(step.model).__getitem__, device)
     return figures | scores(twin, texts, folder, device, job.text)
@@ -404,14 +405,9 @@ def measure(kind: str, texts: Path, folder: Path, device: str) -> dict[str, Any]
     setting, options = setting_of(folder), text_options(texts, folder, NEW)
     if kind in float_steps.KINDS:
         text = open_run_texts(twin_config(folder, device=device, **options)).train
-        size: dict[str, Any] = {"batch_size": setting.batch, "context": setting.ctx}
+        draws = [batch_starts(text, 0, step, 0, setting.batch, setting.ctx) for step in range(4)]
         prepared = prepare_plain(kind, 1e-4, folder, device)
-        batches = itertools.cycle(
-            [
-                batch(text, seed=0, step=number, micro=0, device=device, **size)
-                for number in range(4)
-            ]
-        )
+        batches = itertools.cycle([batch_at(text, at, setting.ctx, device) for at in draws])
         step, state = lambda: prepared(*next(batches)), prepared.state_bytes
     else:
         if kind in RULES or kind in VARIANTS:

@@ -271,27 +271,15 @@ def check_is_bytes(token_bytes: int) -> None:
         )
 
 
-def batch(
-    text: Text,
-    *,
-    seed: int,
-    step: int,
-    micro: int,
-    batch_size: int,
-    context: int,
-    device: "torch.device | str",
+def batch_at(
+    text: Text, starts: list[int], context: int, device: "torch.device | str"
 ) -> "tuple[Tensor, ...]":
-    """Draw one micro-batch, each window of the text equally likely.
-
-    The starts of the windows are a hash of (seed, step, micro), the same on every machine.
+    """Read the windows that begin at `starts`.
 
     Args:
-        text: text of at least `context` + 1 bytes.
-        seed: any integer.
-        step: number of the update.
-        micro: number of the micro-batch within the update.
-        batch_size: B, in windows.
-        context: T, in bytes.
+        text: the text.
+        starts: starts of B windows.
+        context: T, in bytes or tokens.
         device: device of the batch.
 
     Returns:
@@ -300,16 +288,7 @@ def batch(
 
     Raises:
         ArbError: a file has vanished or become shorter.
-        ValueError: the text is too short.
     """
-    starts = batch_starts(text, seed, step, micro, batch_size, context)
-    return batch_at(text, starts, context, device)
-
-
-def batch_at(
-    text: Text, starts: list[int], context: int, device: "torch.device | str"
-) -> "tuple[Tensor, ...]":
-    """Read the windows that begin at `starts`, (B, T) each: see `batch`."""
     if text.packs:
         return tuple(part.to(device) for part in text.packed_batch(starts))
     windows = text.window_batch(starts, context + 1).to(device)  # (B, T + 1)
@@ -319,7 +298,21 @@ def batch_at(
 def batch_starts(
     text: Text, seed: int, step: int, micro: int, batch_size: int, context: int
 ) -> list[int]:
-    """Draw the starts of the windows of a micro-batch: see `batch`."""
+    """Draw the starts of the windows of a micro-batch, each window of the text equally likely.
+
+    They are a hash of (seed, step, micro), the same on every machine.
+
+    Args:
+        text: text of at least `context` + 1 bytes.
+        seed: any integer.
+        step: number of the update.
+        micro: number of the micro-batch within the update.
+        batch_size: B, in windows.
+        context: T, in bytes or tokens.
+
+    Raises:
+        ValueError: the text is too short.
+    """
     if not text.windows(context + 1):
         raise ValueError(f"a text of {len(text)} bytes has no window of {context} + 1 bytes")
     # torch.Generator only uses 32 bits of its seed on the CPU, too few for long runs

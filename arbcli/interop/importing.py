@@ -18,14 +18,12 @@ from arbcli.base.lazy import imported
 from arbcli.base.reading import ALTERED, parse_json, read_json
 from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER, checkpoints
 from arbcli.config.layer_spec import SCALE_TYPES, VOCABULARY
-from arbcli.config.model import ModelConfig
 from arbcli.interop.huggingface.companions import copy_companions, read_companion
 from arbcli.interop.huggingface.config_json import NAME, OF_TRITS, model_name, read_folder_config
 from arbcli.interop.huggingface.dense import Part, known_shape, sources
 from arbcli.interop.huggingface.folder import WeightFolder, check_tensors
 from arbcli.interop.rounding import are_ternary, group_peaks, put, put_trits
 from arbcli.kernels.runtime.device import check_room
-from arbcli.model.baselines import FloatWeight
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import TOKENIZER_DIGEST, Checkpoint, save_checkpoint
 from arbcli.model.language_model import LanguageModel
@@ -247,21 +245,3 @@ def _chunks(part: Part, width: int) -> list[slice]:
     """Cut the rows of a part into some of `READ_AT_ONCE` weights."""
     rows, step = part.shape[0], max(1, READ_AT_ONCE // width)
     return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
-
-
-def read_float(folder: WeightFolder, config: ModelConfig) -> LanguageModel:
-    """Read a folder into a float baseline, to compare with.
-
-    Args:
-        folder: its weights.
-        config: configuration of the baseline, with `weights` of `float`.
-    """
-    model = build_model(config, torch.float32, seed=None)
-    check_tensors(folder, model)
-    with torch.no_grad():
-        for source in sources(model):
-            assert isinstance(source.tensor, FloatWeight)
-            for part in source.parts:
-                rows = source.tensor.latent[part.rows]
-                rows.copy_(folder.read(part.hugging_face).view_as(rows))
-    return model

@@ -283,7 +283,7 @@ class Trainer:
         return loss
 
     def fetch(self, micro: int, device: torch.device | str) -> tuple[Tensor, ...]:
-        """Sample a micro-batch of the next step, (B, T) int64: see `arbcli.data.text.batch`."""
+        """Sample a micro-batch of the next step, (B, T) int64: see `arbcli.data.text.batch_at`."""
         starts = self._starts(self.step, micro)
         return self._windows(self.texts.train, starts, self.config.seed, self.step, micro, device)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
-from arbcli.data.text import Texts, batch
+from arbcli.data.text import Texts, batch_at, batch_starts
 from arbcli.data.tokens import Tokenizer
 
 
@@ -48,11 +48,11 @@ def first_windows(config: TrainConfig, texts: Texts, number: int) -> Iterator[Wi
             "windows of `--objective next` can be shown, and this model fills holes",
             "leave `--show-windows` out",
         )
-    sizes = {"seed": config.seed, "batch_size": config.batch, "context": config.model.ctx}
+    text, context = texts.train, config.model.ctx
     for index in range(-(-number // config.batch)):
         step, micro = divmod(index, config.accum)
-        drawn = batch(texts.train, **sizes, step=step, micro=micro, device="cpu")
-        rows = [part.tolist() for part in drawn]
+        starts = batch_starts(text, config.seed, step, micro, config.batch, context)
+        rows = [part.tolist() for part in batch_at(text, starts, context, "cpu")]
         for row in itertools.islice(zip(*rows, strict=True), number - index * config.batch):
             yield _window(*row, tokenizer=texts.tokenizer)
 

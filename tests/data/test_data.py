@@ -17,10 +17,13 @@ from arbcli.base.errors import ArbError
 from arbcli.data import text as data
 from arbcli.data.files import Conversion
 from arbcli.data.opening import open_text, open_texts
-from arbcli.data.text import MAX_OPEN_MAPS, Text, batch, digest, entropy
+from arbcli.data.text import MAX_OPEN_MAPS, Text, batch_at, batch_starts, digest, entropy
 
 RECORDED = Path(__file__).with_name("opened.txt")
-BATCH = {"batch_size": 4, "context": 8, "device": "cpu"}
+
+
+def batch(text: Text, seed: int, step: int, micro: int = 0, size: int = 4) -> tuple:
+    return batch_at(text, batch_starts(text, seed, step, micro, size, 8), 8, "cpu")
 
 
 def random_bytes(num_bytes: int, seed: int = 0) -> bytes:
@@ -81,15 +84,14 @@ def test_window_batch_equals_slices(tmp_path):
 
 def test_batch_never_changes_between_versions(tmp_path):
     text = Text(write_all(tmp_path, [bytes(range(256))]))
-    inputs, _ = batch(text, seed=1, step=20, micro=3, **BATCH)
+    inputs, _ = batch(text, 1, 20, 3)
     assert inputs[:, 0].tolist() == [207, 86, 55, 221]
 
 
 def test_batch_draws_every_window_alike(tmp_path):
     context, num_windows, expected = 8, 37, 1000
     text = Text(write_all(tmp_path, [bytes(range(num_windows + context))]))
-    about = BATCH | {"batch_size": num_windows * expected}
-    inputs, targets = batch(text, seed=0, step=0, micro=0, **about)
+    inputs, targets = batch(text, 0, 0, size=num_windows * expected)
     counts = inputs[:, 0].bincount(minlength=num_windows)
     assert len(counts) == num_windows
     # five standard deviations of a binomial count
@@ -214,14 +216,13 @@ def test_mixture_draws_by_weight_and_never_across(tmp_path):
     for name, size in (("a", 2000), ("b", 90000)):
         write(tmp_path / name, name.encode() * size)
     texts = open_texts([f"{tmp_path}/a:0.75", f"{tmp_path}/b:.25"], None, seed=0, context=8)
-    about = {"batch_size": 4000, "context": 8, "device": "cpu"}
     for text in (texts.train, texts.val):
-        inputs, targets = batch(text, seed=1, step=2, micro=0, **about)
+        inputs, targets = batch(text, 1, 2, size=4000)
         windows = torch.cat([inputs, targets[:, -1:]], dim=1)
         assert (windows == windows[:, :1]).all()
         share = float((windows[:, 0] == ord("a")).float().mean())
         assert share == pytest.approx(0.75, abs=0.03)
-    again = batch(texts.val, seed=1, step=2, micro=0, **about)
+    again = batch(texts.val, 1, 2, size=4000)
     assert torch.equal(again[0], inputs)
     assert len(texts.val) == 9200
     heavier = open_texts([f"{tmp_path}/a:0.8", f"{tmp_path}/b:.25"], None, seed=0, context=8)

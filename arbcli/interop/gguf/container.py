@@ -16,7 +16,7 @@ elements. Tests read files with it.
 import math
 import mmap
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path
@@ -142,10 +142,6 @@ class GGUFFile:
         data = bytearray(self._data[begin : begin + entry.num_bytes])
         shape = entry.shape if len(entry.shape) == 2 else (1, math.prod(entry.shape))
         return entry.kind.decode(torch.frombuffer(data, dtype=torch.uint8), shape).view(entry.shape)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Read all tensors, one at a time: names, and float32 tensors as of `tensor`."""
-        return ((name, self.tensor(name)) for name in self.entries)
 
     def _read_head(self) -> None:
         if self._data[:4] != MAGIC:

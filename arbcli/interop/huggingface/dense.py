@@ -284,16 +284,11 @@ def _weight(layer: nn.Module) -> TernaryTensor | FloatWeight:
 def _sizes(layer: nn.Module) -> tuple[int, int]:
     """Return the numbers of rows and columns of a layer's weights."""
     weight = _weight(layer)
-    if isinstance(weight, TernaryTensor):
-        return weight.out_features, weight.in_features
-    rows, columns = weight.latent.shape
-    return rows, columns
+    return weight.out_features, weight.in_features
 
 
 def _matrix(layer: nn.Module, ours: str, theirs: str) -> Source:
-    shape = _sizes(layer)
-    part = Part(f"{ours}.weight", f"{theirs}.weight", slice(0, shape[0]), shape)
-    return Source(_weight(layer), (part,))
+    return _split(layer, "weight", "", "", ((ours, theirs),), [_sizes(layer)[0]])
 
 
 def _vector(layer: nn.Module, ours: str, theirs: str, kind: str = "weight") -> Source:
