@@ -361,8 +361,6 @@ class MatrixRows:
         part: number of the layer.
     """
 
-    transposed = False
-
     def __init__(self, matrix: FusedMatrix, part: int) -> None:
         self.matrix, self.part = matrix, part
 

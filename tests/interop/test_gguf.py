@@ -117,11 +117,11 @@ def biased(**about) -> ModelConfig:
 
 def test_rows_of_queries_and_keys_are_turned_with_their_biases():
     config = biased()
-    architecture = known_shape(config).architecture
-    assert architecture.interleaved
+    shape = known_shape(config)
+    assert shape.architecture.interleaved
     with torch.device("meta"):
         model = build_model(config)
-    orders = [gguf._order(source, config, architecture) for source in sources(model)]
+    orders = [gguf._order(source, shape, shape.architecture) for source in sources(model)]
     assert {name for order in orders for name in order} == {
         f"blk.{index}.attn_{part}.{kind}"
         for index in range(config.layers) for part in "qk" for kind in ("weight", "bias")

@@ -38,7 +38,6 @@ from arbcli.interop.huggingface.companions import companions_of, tokenizer_of
 from arbcli.kernels.codec.decode_digits import integers
 from arbcli.kernels.codec.packed import scales_torch
 from arbcli.model.baselines import FloatWeight
-from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import rotary_rates
 from arbcli.model.packed import TernaryTensor
 
@@ -66,47 +65,42 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
     Raises:
         ArbError: GGUF cannot hold the model, or the file cannot be written.
     """
-    model = weights.model
-    check_model(model)
-    companions = companions_of(weights.path.parent, model.config)
+    config = weights.model.config
+    shape = _known_shape(config)
+    companions = companions_of(weights.path.parent, config)
     tokenizer = tokenizer_of(weights)
-    architecture = architecture_of(model.config, companions)
-    check_architecture(model.config, architecture)
+    architecture = shape.architecture
+    if companions is not None:  # the one that it was imported from
+        architecture = dense.ARCHITECTURES[read_json(companions / CONFIG, {})["model_type"]]
+    check_architecture(config, architecture)
     if tokenizer:
-        tokens = token_keys(tokenizer, companions, model.config)
-    elif model.config.vocabulary == VOCABULARY:
+        tokens = token_keys(tokenizer, companions, config)
+    elif config.vocabulary == VOCABULARY:
         tokens = _byte_tokens()
     else:
         raise ArbError(
             f"`{weights.path.parent}` has no `{TOKENIZER}`, and GGUF holds a tokenizer",
             "put that of the model there, or use `--to hf`",
         )
-    chosen = TYPES[kind] if kind else smallest_type(model.config)
+    chosen = TYPES[kind] if kind else smallest_type(config)
     pairs = [
-        (source, TYPES[kind] if kind else smallest_type(model.config, source.tensor))
-        for source in dense.sources(model)
+        (source, TYPES[kind] if kind else smallest_type(config, source.tensor))
+        for source in dense.sources(weights.model)
     ]
     entries = [_entry(part, type) for source, type in pairs for part in source.parts]
-    keys = _keys(model.config, name, weights, architecture) | tokens
-    divisors = _divisors(model.config)
+    keys = _keys(shape, name, weights, architecture) | tokens
+    divisors = _divisors(shape)
     if divisors is not None:
         entries.append(container.Entry("rope_freqs.weight", tuple(divisors.shape), F32))
 
     def parts() -> Iterator[Tensor]:
         for source, type in pairs:
-            yield from _encoded(source, type, _order(source, model.config, architecture))
+            yield from _encoded(source, type, _order(source, shape, architecture))
         if divisors is not None:
             yield encode_numbers("rope_freqs.weight", divisors, F32)
 
     write_file(path, lambda file: container.write_gguf(file, keys, entries, parts()))
     return chosen
-
-
-def architecture_of(config: ModelConfig, companions: Path | None) -> dense.Architecture:
-    """Return the architecture that a model was imported from, or an equivalent one."""
-    if companions is None:
-        return dense.known_shape(config).architecture
-    return dense.ARCHITECTURES[read_json(companions / CONFIG, {})["model_type"]]
 
 
 def check_architecture(config: ModelConfig, architecture: dense.Architecture) -> None:
@@ -133,13 +127,12 @@ def check_architecture(config: ModelConfig, architecture: dense.Architecture) ->
             )
 
 
-def _divisors(config: ModelConfig) -> Tensor | None:
+def _divisors(shape: dense.Shape) -> Tensor | None:
     """Compute the divisor of each pair's angle, (d / 2,) float32; None if all are 1."""
-    rotary, width = dense.known_shape(config).rotary, dense.known_shape(config).head_width
-    if rotary.scaling != "llama3":
+    if shape.rotary.scaling != "llama3":
         return None
-    plain = rotary_rates(width, RotaryConfig(base=rotary.base))
-    return (plain / rotary_rates(width, rotary)).to(torch.float32)
+    plain = rotary_rates(shape.head_width, RotaryConfig(base=shape.rotary.base))
+    return (plain / rotary_rates(shape.head_width, shape.rotary)).to(torch.float32)
 
 
 def read_reordered(file: container.GGUFFile, name: str) -> Tensor:
@@ -159,15 +152,15 @@ def read_reordered(file: container.GGUFFile, name: str) -> Tensor:
 
 
 def _order(
-    source: dense.Source, config: ModelConfig, architecture: dense.Architecture
+    source: dense.Source, shape: dense.Shape, architecture: dense.Architecture
 ) -> dict[str, Tensor]:
     """Return the row order of each tensor that is written in another order, int64 by name."""
     if not architecture.interleaved:
         return {}
-    width, orders = dense.known_shape(config).head_width, {}
+    orders = {}
     for part in source.parts:
         if ROTATED.search(part.gguf):
-            rows = torch.arange(part.shape[0]).view(-1, 2, width // 2)
+            rows = torch.arange(part.shape[0]).view(-1, 2, shape.head_width // 2)
             orders[part.gguf] = rows.transpose(1, 2).flatten()
     return orders
 
@@ -187,18 +180,18 @@ def smallest_type(
     return trit_type if is_ternary or trit_type is BF16 else Q8_0
 
 
-def check_model(model: LanguageModel) -> None:
-    """Check that some architecture can represent the model.
+def _known_shape(config: ModelConfig) -> dense.Shape:
+    """Return the shape of a model that some architecture can represent.
 
     Raises:
-        ArbError: it is refused.
+        ArbError: none can.
     """
-    dense.check_attention(model.config)
-    shape = dense.shape_of(model.config)
+    dense.check_attention(config)
+    shape = dense.shape_of(config)
     if shape is None:
         raise ArbError(
             "GGUF has no architecture with more than dense blocks of attention",
-            f"{dense.other_formats(model.config)}; or train one of tiny, small, base and 1b,"
+            f"{dense.other_formats(config)}; or train one of tiny, small, base and 1b,"
             " with `--no-sub-norms`",
         )
     if shape.bitnet:
@@ -209,8 +202,9 @@ def check_model(model: LanguageModel) -> None:
     if shape.sub_norms:
         raise ArbError(
             "GGUF has no architecture with norms before the output projections",
-            f"train with `--no-sub-norms`; or {dense.other_formats(model.config)}",
+            f"train with `--no-sub-norms`; or {dense.other_formats(config)}",
         )
+    return shape
 
 
 def _entry(part: dense.Part, kind: BlockType) -> container.Entry:
@@ -237,13 +231,12 @@ def _encoded(source: dense.Source, kind: BlockType, orders: dict[str, Tensor]) -
 
 
 def _keys(
-    config: ModelConfig, name: str, weights: Weights, architecture: dense.Architecture
+    shape: dense.Shape, name: str, weights: Weights, architecture: dense.Architecture
 ) -> dict[str, tuple[int, Any]]:
     """Return the metadata of the model and its origin."""
-    shape = dense.known_shape(config)
     windows, rotary = [window for window in shape.windows if window], shape.rotary
     ours: dict[str, tuple[int, Any]] = {
-        "context_length": (container.UINT32, min((config.ctx, *windows))),
+        "context_length": (container.UINT32, min((shape.ctx, *windows))),
         "embedding_length": (container.UINT32, shape.dim),
         "block_count": (container.UINT32, shape.layers),
         "feed_forward_length": (container.UINT32, shape.ffn),
