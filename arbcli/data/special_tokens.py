@@ -78,15 +78,6 @@ def _declared(folder: Path) -> Iterator[int]:
                     if type(token) is int and token >= 0)  # fmt: skip
 
 
-def _stops(tokenizer: Tokenizer, path: Path | str) -> Iterator[int]:
-    """Yield the tokens that end a text, the tokenizer's own first."""
-    for folder in folders_of(path):
-        token = tokenizer.special(special_tokens(folder).get("eos_token", ""))
-        if token is not None:
-            yield token
-        yield from (token for token in _declared(folder) if token < tokenizer.size)
-
-
 def stop_tokens(tokenizer: Tokenizer, path: Path | str) -> list[int]:
     """Return the tokens that end a text: of the tokenizer, of generation and of the model.
 
@@ -100,7 +91,11 @@ def stop_tokens(tokenizer: Tokenizer, path: Path | str) -> list[int]:
     Raises:
         ArbError: a file is damaged.
     """
-    return list(dict.fromkeys(_stops(tokenizer, path)))
+    stops: list[int | None] = []
+    for folder in folders_of(path):
+        stops.append(tokenizer.special(special_tokens(folder).get("eos_token", "")))
+        stops += (token for token in _declared(folder) if token < tokenizer.size)
+    return list(dict.fromkeys(token for token in stops if token is not None))
 
 
 def keep_special_tokens(tokenizer: Path | str, run: Path) -> None:

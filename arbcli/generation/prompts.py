@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from arbcli.base.errors import ArbError, quoted
@@ -71,10 +72,7 @@ def _fields(line: bytes) -> dict[str, Any]:
 
 
 def _request(fields: dict[str, Any], index: int, length: int, sampling: Sampling) -> Request:
-    options = {
-        name: fields.get(name, getattr(sampling, name))
-        for name in ("temperature", "top_k", "top_p", "seed")
-    }
+    options = {name: fields[name] for name in fields if name not in ("prompt", "length")}
     try:
         prompt = fields["prompt"].encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
@@ -82,6 +80,6 @@ def _request(fields: dict[str, Any], index: int, length: int, sampling: Sampling
     return Request(
         prompt=prompt,
         length=fields.get("length", length),
-        sampling=Sampling(**options),
+        sampling=replace(sampling, **options),
         stream=0 if "seed" in fields else index,
     )

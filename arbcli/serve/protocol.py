@@ -309,15 +309,13 @@ class Choice:
     """The JSON of a text: one answer, or the chunks of a stream.
 
     Args:
-        index: index of the choice.
         text: the text.
         engine: engine of the model.
         chat: whether it is an answer of a chat.
     """
 
-    def __init__(self, index: int, text: Text, engine: Engine, *, chat: bool) -> None:
-        self.index, self.chat = index, chat
-        self.num_tokens = 0
+    def __init__(self, text: Text, engine: Engine, *, chat: bool) -> None:
+        self.chat, self.num_tokens = chat, 0
         """Number of symbols generated so far."""
         self._scores, self._tokenizer = text.logprobs is not None, engine.model.tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -390,9 +388,7 @@ class Answer:
 
     def __init__(self, asked: Asked, engine: Engine) -> None:
         self.asked = asked
-        self.choices = [
-            Choice(index, text, engine, chat=asked.chat) for index, text in enumerate(asked.texts)
-        ]
+        self.choices = [Choice(text, engine, chat=asked.chat) for text in asked.texts]
         prefix = "chatcmpl" if asked.chat else "cmpl"
         self._head = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -403,25 +399,21 @@ class Answer:
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         """Return the answer with the pieces of all choices."""
         kind = "chat.completion" if self.asked.chat else "text_completion"
-        choices = []
-        for choice, of_choice in zip(self.choices, pieces, strict=True):
-            text, logprobs, finish = choice.chunk(of_choice)
-            message = {"role": "assistant", "content": text}
-            content: dict[str, Any] = {"message": message} if self.asked.chat else {"text": text}
-            choices.append(self._choice(choice, content, logprobs, finish))
+        choices = [
+            self._choice(index, of_choice, "message", {"role": "assistant"})
+            for index, of_choice in enumerate(pieces)
+        ]
         return self._head | {"object": kind, "choices": choices, "usage": self.usage()}
 
     def chunk(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return a chunk of a stream with new pieces of a choice."""
-        choice = self.choices[index]
-        text, logprobs, finish = choice.chunk(pieces)
-        content = {"delta": {"content": text}} if self.asked.chat else {"text": text}
-        return self._chunk([self._choice(choice, content, logprobs, finish)])
+        return self._chunk([self._choice(index, pieces, "delta", {})])
 
     def role_chunk(self, index: int) -> dict[str, Any]:
         """Return the first chunk of a choice of a chat."""
-        delta = {"delta": {"role": "assistant", "content": ""}}
-        return self._chunk([self._choice(self.choices[index], delta, None, None)])
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._chunk([choice])
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream, with the usage."""
@@ -441,6 +433,9 @@ class Answer:
         return self._head | {"object": kind, "choices": choices}
 
     def _choice(
-        self, choice: Choice, content: dict[str, Any], logprobs: Any, finish: str | None
+        self, index: int, pieces: Sequence[Piece], name: str, role: dict[str, str]
     ) -> dict[str, Any]:
-        return {"index": choice.index} | content | {"logprobs": logprobs, "finish_reason": finish}
+        """Return new pieces of a choice; those of a chat are the content of a field."""
+        text, logprobs, finish = self.choices[index].chunk(pieces)
+        content = {name: role | {"content": text}} if self.asked.chat else {"text": text}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}

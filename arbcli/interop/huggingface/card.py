@@ -36,7 +36,8 @@ def model_card(weights: Weights, name: str, *, packed: bool = False) -> str:
     """
     config, checkpoint = weights.model.config, weights.checkpoint
     number = weights.model.num_weights
-    is_bitnet = not packed and known_shape(config).bitnet
+    shape = None if packed else known_shape(config)
+    is_bitnet = shape is not None and shape.bitnet
     is_float = config.weights != "ternary"
     is_ternary = not is_float and (config.digits == "trit" or is_bitnet)
     of = "-1, 0 or +1" if is_ternary else "an integer of one byte"
@@ -46,7 +47,7 @@ def model_card(weights: Weights, name: str, *, packed: bool = False) -> str:
     each = f"each {of} times a scale of {config.group_size}"
     reads_bytes = config.vocabulary == VOCABULARY
     units = "bytes" if reads_bytes else "tokens"
-    description = _parts(config) if packed else _dense(known_shape(config))
+    description = _dense(shape) if shape else _parts(config)
     base = base_model(weights.path.parent / COMPANIONS)
     rows = {
         **({"base model": base} if base else {}),
@@ -63,7 +64,7 @@ def model_card(weights: Weights, name: str, *, packed: bool = False) -> str:
         **run_figures(weights.path.parent, checkpoint.step),
     }
     table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
-    needs_code = packed or known_shape(config).sub_norms
+    needs_code = shape is None or shape.sub_norms
     use = USE.format(trust=", trust_remote_code=True" if needs_code else "")
     kind = "float" if is_float else "ternary" if is_ternary else "int8"
     state = "float32" if is_float else "packed trits and int8"
