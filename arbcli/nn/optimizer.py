@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -270,16 +271,11 @@ def check_numbers(lr: float, accumulation: int, weight_decay: float, seed: int) 
         )
 
 
-_guarded = False
-
-
+@cache
 def _guard_others() -> None:
     """Refuse float optimizers whose parameters include integer weights, and averages of these."""
-    global _guarded
-    if not _guarded:
-        register_optimizer_step_pre_hook(_refuse_anchors)
-        register_module_module_registration_hook(_refuse_averages)
-        _guarded = True
+    register_optimizer_step_pre_hook(_refuse_anchors)
+    register_module_module_registration_hook(_refuse_averages)
 
 
 def _refuse_anchors(optimizer: torch.optim.Optimizer, *_: Any) -> None:

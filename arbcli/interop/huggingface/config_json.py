@@ -258,18 +258,17 @@ def _rotary(fields: _Fields, ctx: int) -> RotaryConfig:
     kind = rope.take("rope_type", str, kind)
     if kind not in SCALINGS:
         raise rope.refused("rope_type", kind)
-    values = {}
+    values: dict[str, Any] = {}
     for theirs, ours in ROPE_FIELDS[kind].items():
         number = int if ours == "original_ctx" else float
         default = ctx if ours == "original_ctx" else ... if ours == "factor" else None
-        values[ours] = rope.take(theirs, number, default)
+        value = rope.take(theirs, number, default)
+        values[ours] = value if value is None else number(value)
     base = rope.take("rope_theta", float, theta)
     if (share := rope.take("partial_rotary_factor", float, 1.0)) != 1:
         raise rope.refused("partial_rotary_factor", share)
     rope.end()
-    floats: dict[str, Any] = {name: v if name == "original_ctx" or v is None else float(v)
-              for name, v in values.items()}  # fmt: skip
-    return RotaryConfig(base=float(base), scaling=SCALINGS[kind], **floats)
+    return RotaryConfig(base=float(base), scaling=SCALINGS[kind], **values)
 
 
 def rope_parameters(rotary: RotaryConfig) -> dict[str, Any]:
