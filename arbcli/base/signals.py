@@ -22,14 +22,20 @@ class Interrupted(BaseException):
         self.name = name
 
 
-class _Listener:
-    """Handles the first stopping signal; a second one has its previous effect.
+class RememberedSignal:
+    """Records the first stopping signal in `received`, for a loop that checks it between steps.
 
-    A second SIGHUP is ignored, as closing a terminal sends several. If SIGHUP is ignored from the
-    start, as under `nohup`, it stays ignored.
+    A second signal has its previous effect, but a second SIGHUP is ignored, as closing a terminal
+    sends several. If SIGHUP is ignored from the start, as under `nohup`, it stays ignored.
+
+    Args:
+        confirm: called with the signal at once, in the main thread between any two operations.
     """
 
-    def __init__(self) -> None:
+    received: signal.Signals | None = None
+
+    def __init__(self, confirm: Callable[[signal.Signals], None] = lambda _: None) -> None:
+        self._confirm = confirm
         self._previous: dict[int, Callable | int | None] = {}
 
     def __enter__(self) -> Any:
@@ -51,39 +57,23 @@ class _Listener:
         if HANGUP and previous_hangup is not None:
             self._previous[HANGUP] = previous_hangup  # for `__exit__`
             signal.signal(HANGUP, signal.SIG_IGN)
-        self._act(signal.Signals(number))
+        self.received = signal.Signals(number)
+        self._confirm(self.received)
 
     def _restore(self) -> None:
         while self._previous:
             signal.signal(*self._previous.popitem())
 
-    def _act(self, received: signal.Signals) -> None:
-        raise NotImplementedError
 
-
-class RememberedSignal(_Listener):
-    """Records the signal in `received`, for a loop that checks it between steps.
-
-    Args:
-        confirm: called with the signal at once, in the main thread between any two operations.
-    """
-
-    received: signal.Signals | None = None
-
-    def __init__(self, confirm: Callable[[signal.Signals], None] = lambda _: None) -> None:
-        super().__init__()
-        self._confirm = confirm
-
-    def _act(self, received: signal.Signals) -> None:
-        self.received = received
-        self._confirm(received)
-
-
-class RaisedSignal(_Listener):
+class RaisedSignal(RememberedSignal):
     """Raises `Interrupted` immediately."""
 
-    def _act(self, received: signal.Signals) -> None:
-        raise Interrupted(received.name)
+    def __init__(self) -> None:
+        super().__init__(_interrupt)
+
+
+def _interrupt(received: signal.Signals) -> None:
+    raise Interrupted(received.name)
 
 
 def exit_code(name: str) -> int:
