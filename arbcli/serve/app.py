@@ -63,7 +63,15 @@ def build_app(
     """
     routes = page_routes(watch)
     if engine is not None:
-        routes += _engine_routes(_Service(engine, limits))
+        service = _Service(engine, limits)
+        routes += [
+            Route("/v1/models", service.models),
+            Route("/v1/models/{name}", service.model),
+            Route("/v1/completions", partial(service.complete, chat=False), methods=["POST"]),
+            Route("/v1/chat/completions", partial(service.complete, chat=True), methods=["POST"]),
+            Route("/health", service.health),
+            Route("/metrics", service.metrics),
+        ]
     handlers: Any = {
         RequestError: _request_error,
         HTTPException: _http_error,
@@ -74,17 +82,6 @@ def build_app(
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.add_middleware(_Bounds, api_key=api_key, seconds=limits.seconds + 2 * limits.body_seconds)
     return app
-
-
-def _engine_routes(service: "_Service") -> list[Route]:
-    return [
-        Route("/v1/models", service.models),
-        Route("/v1/models/{name}", service.model),
-        Route("/v1/completions", partial(service.complete, chat=False), methods=["POST"]),
-        Route("/v1/chat/completions", partial(service.complete, chat=True), methods=["POST"]),
-        Route("/health", service.health),
-        Route("/metrics", service.metrics),
-    ]
 
 
 class _Bounds:
