@@ -15,8 +15,7 @@ COMPANIONS = "hugging_face"
 """Folder of a run with other files of an imported model, which exports include."""
 RUNS = Path("runs")
 """Default directory of runs."""
-_FILE_NAME = re.compile(r"step-([0-9]{6,})(?:\.float)?\.safetensors")
-_BEST_NAME = re.compile(r"best-([0-9]{6,})(?:\.float)?\.safetensors")
+_NAME = re.compile(r"(?:step|best)-([0-9]{6,})(?:\.float)?\.safetensors")
 
 
 def checkpoint_path(directory: Path, step: int, weights: str = "ternary") -> Path:
@@ -40,13 +39,13 @@ def is_baseline(path: Path) -> bool:
 def checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints of a run, highest step first."""
     paths = directory.glob("step-*.safetensors")
-    files = (path for path in paths if _FILE_NAME.fullmatch(path.name) and not path.is_dir())
+    files = (path for path in paths if _NAME.fullmatch(path.name) and not path.is_dir())
     return sorted(files, key=step_of, reverse=True)
 
 
 def best_checkpoints(directory: Path) -> list[Path]:
     """Return the best checkpoint of a run; two if `keep_best` was interrupted."""
-    return sorted(p for p in directory.glob("best-*.safetensors") if _BEST_NAME.fullmatch(p.name))
+    return sorted(p for p in directory.glob("best-*.safetensors") if _NAME.fullmatch(p.name))
 
 
 def step_of(path: Path) -> int:
@@ -55,7 +54,7 @@ def step_of(path: Path) -> int:
     Raises:
         ValueError: the file has another name.
     """
-    named = _FILE_NAME.fullmatch(path.name) or _BEST_NAME.fullmatch(path.name)
+    named = _NAME.fullmatch(path.name)
     if named is None:
         raise ValueError(f"`{path.name}` does not name a checkpoint")
     return int(named[1])
