@@ -90,12 +90,12 @@ def decoded_shards(shards: Text, tokenizer: "Tokenizer") -> Text:
         ArbError: a token is not in the vocabulary, no token has text, or the cache cannot be
             written.
     """
-    files, begin = [], 0
+    files = []
     for path, start, stop in shards.pieces:
         settings = f"{start} {stop} of {shards.token_bytes}\ntext {tokenizer.digest}"
-        blocks = _decoded(shards, begin, begin + stop - start, tokenizer, path)
+        piece = Text.from_parts([(path, start, stop)], shards.token_bytes)
+        blocks = _decoded(piece, tokenizer, path)
         files.append(converted(path, settings, partial(bounded, blocks, path)))
-        begin += stop - start
     text = Text(files)
     if shards.pieces and not text:
         raise ArbError(
@@ -105,10 +105,8 @@ def decoded_shards(shards: Text, tokenizer: "Tokenizer") -> Text:
     return text
 
 
-def _decoded(
-    shards: Text, begin: int, end: int, tokenizer: "Tokenizer", path: Path
-) -> Iterator[bytes]:
-    chunks = _chunks(shards, begin, end, tokenizer, path)
+def _decoded(piece: Text, tokenizer: "Tokenizer", path: Path) -> Iterator[bytes]:
+    chunks = _chunks(piece, tokenizer, path)
     for is_special, group in itertools.groupby(chunks, key=lambda chunk: not chunk):
         if is_special:
             yield from (b"\n" for _ in group)
@@ -116,13 +114,11 @@ def _decoded(
             yield from tokenizer.decoded([], group)
 
 
-def _chunks(
-    shards: Text, begin: int, end: int, tokenizer: "Tokenizer", path: Path
-) -> Iterator[list[int]]:
+def _chunks(piece: Text, tokenizer: "Tokenizer", path: Path) -> Iterator[list[int]]:
     """Yield the tokens of a piece, and an empty list in place of each special token."""
-    width, special = shards.token_bytes, [*tokenizer.specials.values()]
-    for start in range(begin, end, CHUNK * width):
-        content = shards.read(start, min(CHUNK * width, end - start))
+    width, special = piece.token_bytes, [*tokenizer.specials.values()]
+    for start in range(0, len(piece), CHUNK * width):
+        content = piece.read(start, min(CHUNK * width, len(piece) - start))
         tokens = np.frombuffer(content, f"<u{width}")
         if (largest := int(tokens.max())) >= tokenizer.size:
             raise ArbError(

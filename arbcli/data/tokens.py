@@ -272,12 +272,7 @@ class TokenText(_OfTokens):
             self._text, self.dtype = source, np.dtype(f"<u{source.token_bytes}")
             self._source = imported("arbcli.data.shards:decoded_shards")(source, tokens)
             return
-        starts = accumulate(source.sizes, initial=0)
-        files = [
-            _tokenised(source, begin, piece, tokens)
-            for begin, piece in zip(starts, source.pieces, strict=False)
-        ]
-        self._text = Text(files)
+        self._text = Text([_tokenised(piece, tokens) for piece in source.pieces])
 
     def __len__(self) -> int:
         return len(self._text) // self.dtype.itemsize
@@ -318,17 +313,10 @@ def tokenised(text: Text, tokens: Tokenizer) -> Text:
     return TokenMixture(text, tokens) if isinstance(text, Mixture) else TokenText(text, tokens)
 
 
-def _tokenised(text: Text, begin: int, piece: tuple[Path, int, int], tokens: Tokenizer) -> Path:
-    """Return the file with the tokens of a piece of a text, created in the cache if needed.
-
-    Args:
-        text: text of bytes.
-        begin: offset of the piece in the text in bytes.
-        piece: path, start and stop, see `Text.pieces`.
-        tokens: tokenizer.
-    """
+def _tokenised(piece: tuple[Path, int, int], tokens: Tokenizer) -> Path:
+    """Return the file with the tokens of a piece of a text, created in the cache if needed."""
     path, start, stop = piece
-    blocks = _blocks(text, begin, begin + stop - start)
+    blocks = _blocks(Text.from_parts([piece]))
     settings = f"{start} {stop}\n{tokens.digest} {VERSION}"
     return converted(path, settings, lambda _size: _encoded(blocks, tokens))
 
@@ -339,13 +327,13 @@ def _encoded(blocks: Iterator[bytes], tokens: Tokenizer) -> Iterator[bytes]:
             yield np.array(encoded, tokens.dtype).tobytes()
 
 
-def _blocks(text: Text, begin: int, end: int) -> Iterator[bytes]:
-    """Split bytes of a text where words begin.
+def _blocks(text: Text) -> Iterator[bytes]:
+    """Split a text where words begin.
 
     Tokens do not cross these places if the tokenizer only allows newlines and spaces at the start
     of its words.
     """
-    rest = b""
+    rest, begin, end = b"", 0, len(text)
     while begin < end or rest:
         size = min(BLOCK_BYTES, end - begin)
         rest += text.read(begin, size)
