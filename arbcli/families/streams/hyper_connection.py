@@ -82,7 +82,8 @@ class HyperConnection(nn.Module):
         rows = x.reshape(-1, streams, dim)
         weigh = self.step_weights if fused else self.weights
         read, keep, write = weigh(rows)
-        output = branch(self.mix_streams(rows, read[:, None]).view(batch, length, dim))
+        mixed = self.mix_streams(rows, read[:, None], None, None)
+        output = branch(mixed.view(batch, length, dim))
         return self.mix_streams(rows, keep, output.reshape(-1, dim), write).view(x.shape)
 
     def weights(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

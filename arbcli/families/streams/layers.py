@@ -42,32 +42,17 @@ class _MixStreams(KeepsInputs):
         return *grads, *[None] * (4 - len(grads))
 
 
-_stream_weights, _mix_streams = operator(_StreamWeights), operator(_MixStreams)
-
-
-def stream_weights(raw: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the weights of streams: see `arbcli.families.streams.kernels.stream_weights`."""
-    return _stream_weights(raw, bias)
-
-
-def mix_streams(
-    x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
-) -> Tensor:
-    """Mix streams: see `arbcli.families.streams.kernels.mix_streams`."""
-    return _mix_streams(x, weights, added, gains)
+stream_weights, mix_streams = operator(_StreamWeights), operator(_MixStreams)
 
 
 def functions_for(spec: LayerSpec) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
-    """Return `stream_weights` and `mix_streams`; those of float baselines are in plain torch."""
+    """Return `stream_weights` and `mix_streams`; those of float baselines are in plain torch.
+
+    See the kernels of these names in `arbcli.families.streams.kernels`.
+    """
     if spec.weights == "ternary":
         return stream_weights, mix_streams
-    return stream_weights_torch, _mix_streams_of_floats
-
-
-def _mix_streams_of_floats(
-    x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
-) -> Tensor:
-    return mix_streams_torch(x, weights, added, gains)
+    return stream_weights_torch, mix_streams_torch
 
 
 def spread_streams(x: Tensor, streams: int) -> Tensor:
