@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
@@ -27,14 +27,41 @@ class JoinedStatistics:
 
 
 class StepMemory(packed.StateModule, JoinedStatistics):
-    """A part whose integer state is updated after a step, without gradients."""
+    """A part whose integer state is updated after a step, without gradients.
 
-    def finish_step(self) -> None:
-        """Update the state from the recorded statistics, and clear them; does not synchronise."""
-        raise NotImplementedError
+    Passes of micro-batches record statistics by name: tensors, and integers that are added up.
+
+    Args:
+        area: parameter group of the buffers, as reports name it.
+    """
+
+    def __init__(self, area: str) -> None:
+        super().__init__(area)
+        self.forget()
 
     def forget(self) -> None:
-        """Clear the statistics of a step that was aborted."""
+        """Clear the statistics, also of a step that was aborted."""
+        self.records: dict[str, list[Tensor]] = {}
+        """Recorded tensors, in the order of the micro-batches."""
+        self.sums: dict[str, Tensor] = {}
+        """Sums of integers."""
+
+    def record(self, name: str, tensor: Tensor) -> None:
+        """Record a tensor of a micro-batch, of the same shape in all of them."""
+        self.records.setdefault(name, []).append(tensor)
+
+    def add(self, name: str, integers: Tensor) -> None:
+        """Add integers, of the same shape in all micro-batches, to their sum."""
+        self.sums[name] = self.sums[name] + integers if name in self.sums else integers
+
+    def join(self, group: Any) -> None:
+        """Combine the statistics of all processes; records in the order of the micro-batches."""
+        self.records = {name: group.gather(parts) for name, parts in self.records.items()}
+        self.sums = {name: group.sum(total) for name, total in self.sums.items()}
+
+    def finish_step(self) -> None:
+        """Update the state from the statistics, and clear them; does not synchronise."""
+        raise NotImplementedError
 
 
 class PackedModel(nn.Module):

@@ -120,7 +120,6 @@ class Gate(Findable, StepMemory):
 
     draws = ("norm", "keys")
     balance: Tensor
-    _load: Tensor | None
 
     def __init__(self, config: ExpertsConfig, width: int, spec: LayerSpec, area: str) -> None:
         super().__init__(area=area)
@@ -132,7 +131,6 @@ class Gate(Findable, StepMemory):
             self.declare("balance", torch.zeros(config.experts, dtype=torch.int8), "counters")
         self.load = torch.zeros(config.experts, dtype=torch.int64)
         """Number of slots of each expert in the last step."""
-        self.forget()
 
     def forward(
         self, query: Tensor, chosen: Tensor | None = None, valid: Tensor | None = None
@@ -168,32 +166,23 @@ class Gate(Findable, StepMemory):
             return
         every = torch.arange(self.experts, device=chosen.device)
         counted = chosen if valid is None else chosen.masked_fill(~valid[:, None], -1)
-        load = (counted.flatten() == every[:, None]).sum(dim=1)
-        self._load = load if self._load is None else self._load + load
+        self.add("load", (counted.flatten() == every[:, None]).sum(dim=1))
 
     @property
     def key_tensor(self) -> Tensor:
         """The load, (E,) int64."""
         return self.load
 
-    def join(self, group: Any) -> None:
-        """Sum the loads of all processes."""
-        self._load = None if self._load is None else group.sum(self._load)
-
     @torch.no_grad()
     def finish_step(self) -> None:
         """Decrement the balance of experts with more than the mean load, and increment others."""
-        if self._load is not None:
-            load, self._load = self._load, None
+        if "load" in self.sums:
+            load = self.sums["load"]
             self.load.copy_(load)
-            if self.kind == "hash":
-                return
-            moved = self.balance + torch.sign(load.sum() - load * self.experts)
-            self.balance.copy_(moved.clamp_(-MOST_BALANCE, MOST_BALANCE))
-
-    def forget(self) -> None:
-        """Clear the load of a step that was aborted."""
-        self._load = None
+            if self.kind != "hash":
+                moved = self.balance + torch.sign(load.sum() - load * self.experts)
+                self.balance.copy_(moved.clamp_(-MOST_BALANCE, MOST_BALANCE))
+        self.forget()
 
     def gauges(self) -> dict[str, float]:
         """Return the load imbalance; synchronises with the device.

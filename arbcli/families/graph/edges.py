@@ -39,12 +39,6 @@ class Edges(StepMemory):
             ("sign", torch.int8), ("score", torch.int8),
         ):  # fmt: skip
             self.declare(name, torch.zeros(edges, dtype=dtype), "edges")
-        self.forget()
-
-    def forget(self) -> None:
-        """Clear the statistics of a step that was aborted."""
-        self._pairs: list[Tensor] = []
-        self._votes: Tensor | None = None
 
     def forward(self, codes: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
         """Look up the outgoing edges of codes.
@@ -73,19 +67,13 @@ class Edges(StepMemory):
         size, ways = self.source.shape
         slots = (codes % size)[:, None] * ways + torch.arange(ways, device=codes.device)
         votes = -torch.sign(grad).to(torch.int32) * (targets >= 0)
-        if self._votes is None:
-            self._votes = torch.zeros(size * ways, dtype=torch.int32, device=codes.device)
-        self._votes.index_add_(0, slots.flatten(), votes.flatten())
+        total = torch.zeros(size * ways, dtype=torch.int32, device=codes.device)
+        self.add("votes", total.index_add_(0, slots.flatten(), votes.flatten()))
 
     def note(self, codes: Tensor) -> None:
         """Record the codes of a batch, (B, T), until the step ends."""
         if codes.shape[1] > 1:
-            self._pairs.append(torch.stack((codes[:, :-1], codes[:, 1:])).flatten(1))
-
-    def join(self, group: Any) -> None:
-        """Combine pairs, in the order of the micro-batches, and votes of all processes."""
-        self._pairs = group.gather(self._pairs)
-        self._votes = None if self._votes is None else group.sum(self._votes)
+            self.record("pairs", torch.stack((codes[:, :-1], codes[:, 1:])).flatten(1))
 
     @torch.no_grad()
     def finish_step(self) -> None:
@@ -94,11 +82,11 @@ class Edges(StepMemory):
         Among a bucket's pairs without an edge, the last one decrements the score of the weakest
         edge, and replaces it once that is zero.
         """
-        if self._votes is not None:
-            moved = self.sign + torch.sign(self._votes).view_as(self.sign)
+        if "votes" in self.sums:
+            moved = self.sign + torch.sign(self.sums["votes"]).view_as(self.sign)
             self.sign.copy_(moved.clamp_(-MOST, MOST))
-        if self._pairs:
-            self._pass(torch.cat(self._pairs, dim=1))
+        if "pairs" in self.records:
+            self._pass(torch.cat(self.records["pairs"], dim=1))
         self.forget()
 
     def _pass(self, pairs: Tensor) -> None:

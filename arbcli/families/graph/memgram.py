@@ -5,8 +5,6 @@ increments its strength, another one decrements it, and replaces the byte at zer
 over a stream. Source: R. Boyer and J. Moore, "MJRTY: A Fast Majority Vote Algorithm", 1981.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -44,11 +42,6 @@ class MemGram(StepMemory):
         self.norm = layers.norm(spec.dim, spec)
         std = output_std(spec.dim, spec.depth)
         self.output = layers.linear(spec.dim, spec.dim, spec, area="memgram", std=std)
-        self.forget()
-
-    def forget(self) -> None:
-        """Clear the statistics of a step that was aborted."""
-        self._seen: list[Tensor] = []
 
     def forward(self, text: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """Look up the remembered next bytes.
@@ -63,7 +56,7 @@ class MemGram(StepMemory):
         """
         entries = ngram_ids(text, len(self.symbol), (ORDER,))[..., 0]
         if torch.is_grad_enabled() and text.shape[1] > 1:
-            self._seen.append(torch.stack((entries[:, :-1], text[:, 1:])).flatten(1))
+            self.record("seen", torch.stack((entries[:, :-1], text[:, 1:])).flatten(1))
         entries = entries[:, -length:].reshape(-1, 1)  # (B * T, 1)
         known = entries.clamp(min=0)
         strength = self.strength[known].float() / MOST * (entries >= 0)
@@ -72,16 +65,12 @@ class MemGram(StepMemory):
         # the strength is applied after the norm, which would cancel it
         return (y * strength.sqrt().to(dtype)).view(len(text), length, -1)
 
-    def join(self, group: Any) -> None:
-        """Combine the n-grams of all processes, in the order of the micro-batches."""
-        self._seen = group.gather(self._seen)
-
     @torch.no_grad()
     def finish_step(self) -> None:
         """Update the entries from the step's n-grams; for each entry only the last one counts."""
-        if not self._seen:
+        if "seen" not in self.records:
             return
-        entries, symbols = torch.cat(self._seen, dim=1)
+        entries, symbols = torch.cat(self.records["seen"], dim=1)
         self.forget()
         size = len(self.symbol)
         index = torch.arange(len(entries), device=entries.device)

@@ -16,8 +16,6 @@ as there are positions, and takes one life of each; selection restores all lives
 lives is replaced by the vector of a position.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -73,12 +71,6 @@ class Quantiser(StepMemory):
         self.sub_norm = layers.norm(config.width, spec)
         std = output_std(config.width, spec.depth)
         self.output = layers.linear(spec.dim, config.width, spec, area=area, std=std)
-        self.forget()
-
-    def forget(self) -> None:
-        """Clear the statistics of a step that was aborted."""
-        self._seen: list[Tensor] = []
-        self._chosen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Found:
         """Quantise a stream, (B, T, D), and compute the commitment loss."""
@@ -90,8 +82,8 @@ class Quantiser(StepMemory):
             rows = self.codes[chosen].view(z.shape).float() / UNIT
         cost = None
         if torch.is_grad_enabled():
-            self._seen.append(q)
-            self._chosen.append(chosen)
+            self.record("seen", q)
+            self.record("chosen", chosen)
             cost = (z - rows).square().mean()
         values = (rows + (z - z.detach())).to(x.dtype)
         codes = chosen.view(x.shape[:-1])
@@ -112,15 +104,11 @@ class Quantiser(StepMemory):
         rows = gather_rows(self.codes, ids.flatten()).view(*ids.shape, -1).float()
         return (rows * weights[..., None]).sum(dim=1).div(UNIT).to(dtype)
 
-    def join(self, group: Any) -> None:
-        """Combine the vectors and selections of all processes, in the order of micro-batches."""
-        self._seen, self._chosen = group.gather(self._seen), group.gather(self._chosen)
-
     @torch.no_grad()
     def finish_step(self) -> None:
         """Update the selected codes, and replace dead ones."""
-        if self._seen:
-            q, chosen = torch.cat(self._seen), torch.cat(self._chosen)
+        if self.records:
+            q, chosen = (torch.cat(self.records[name]) for name in ("seen", "chosen"))
             self._move_selected(q, chosen)
             self._replace_dead(q)
         self.forget()

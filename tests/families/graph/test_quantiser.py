@@ -36,7 +36,7 @@ def stepped(tested: Quantiser, q: torch.Tensor, chosen: torch.Tensor) -> None:
         lives[place] -= lives[place] > 0
         if lives[place] == 0:
             codes[place], uses[place], lives[place] = q[index].tolist(), 1, CONFIG.patience
-    tested._seen, tested._chosen = list(q.split(4)), list(chosen.split(4))
+    tested.records = {"seen": list(q.split(4)), "chosen": list(chosen.split(4))}
     tested.finish_step()
     tested.finish_step()  # nothing was seen since
     assert tested.codes.tolist() == codes
@@ -85,7 +85,8 @@ def test_processes_step_by_the_data_of_all():
     for x, other in zip(xs, others, strict=True):
         alone(x)
         other(x)
-    seen, chosen = ([getattr(other, name)[0] for other in others] for name in ("_seen", "_chosen"))
+    names = "seen", "chosen"
+    seen, chosen = ([other.records[name][0] for other in others] for name in names)
     alone.finish_step()
     for other in others:
         told = iter((seen, chosen))
