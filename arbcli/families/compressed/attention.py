@@ -54,7 +54,6 @@ from arbcli.families.compressed.kernels.sum_choices import sum_choices
 from arbcli.families.compressed.state import CompressedState
 from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
@@ -311,9 +310,7 @@ class CompressedAttention(CachedAttention):
             self.key_gain = parts.vector([1.0] * self.width, spec, area="attention")
         self.sink = parts.vector([SINK] * self.heads, spec, area="attention")
         self.sub_norm = parts.norm(self.inner, spec) if config.sub_norm else None
-        self.output = parts.linear(
-            spec.dim, self.inner, spec, area="attention", std=output_std(self.inner, spec.depth)
-        )
+        self.output = parts.output(self.inner, spec, area="attention")
         self.indexer = Indexer(config, spec) if config.top_k is not None else None
         widths = (self.inner, self.kv) if self.indexer else (self.inner,)
         self.steps_fused = self.key_gain is None and fits_vectors(*widths)

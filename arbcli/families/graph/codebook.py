@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.graph.config import CodebookConfig
-from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.table import TableWeight
 
@@ -78,8 +77,7 @@ class Codebook(nn.Module):
         self.right = layers.linear(halves[1], config.key_width, spec, area=area)
         self.table = layers.table(halves[0] * halves[1], width, spec, area=area)
         self.sub_norm = layers.norm(values_dim, spec)
-        std = output_std(values_dim, spec.depth)
-        self.output = layers.linear(spec.dim, values_dim, spec, area=area, std=std)
+        self.output = layers.output(values_dim, spec, area=area)
 
     def forward(self, x: Tensor) -> Found:
         """Look up the memory for a stream, (B, T, D)."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.model import VOCABULARY
 from arbcli.families.graph.config import MemGramConfig
-from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.ngrams import ngram_ids
 from arbcli.model.packed_model import StepMemory
@@ -40,8 +39,7 @@ class MemGram(StepMemory):
         layers = layers_for(spec)
         self.table = layers.table(VOCABULARY, spec.dim, spec, area="memgram")
         self.norm = layers.norm(spec.dim, spec)
-        std = output_std(spec.dim, spec.depth)
-        self.output = layers.linear(spec.dim, spec.dim, spec, area="memgram", std=std)
+        self.output = layers.output(spec.dim, spec, area="memgram")
 
     def forward(self, text: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """Look up the remembered next bytes.

@@ -20,7 +20,6 @@ from arbcli.families.graph.codebook import Codebook, Found
 from arbcli.families.graph.config import IteratedConfig
 from arbcli.families.graph.edges import Edges
 from arbcli.families.graph.quantiser import Quantiser
-from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.parts.base import BlockInputs
@@ -68,54 +67,38 @@ class MoEGraph(nn.Module):
     """
 
     draws = (
-        "norm",
-        "inward",
-        "experts",
-        "sub_norm",
-        "output",
-        "adapter_norm",
-        "adapters",
-        "message_norm",
-        "message",
-        "edge_query",
-        "edge_scale",
-    )
+        "norm", "inward", "experts", "sub_norm", "output", "adapter_norm", "adapters",
+        "message_norm", "message", "edge_query", "edge_scale",
+    )  # fmt: skip
 
     def __init__(self, config: IteratedConfig, spec: LayerSpec, code_width: int | None) -> None:
         super().__init__()
         self.config, area, layers = config, "moe_graph", layers_for(spec)
         width = config.expert_dim if config.experts else 0
-
-        def linear(out_features: int, in_features: int, std: float | None = None) -> nn.Module:
-            return layers.linear(out_features, in_features, spec, area=area, std=std)
-
-        def stream_layer(in_features: int) -> nn.Module:
-            return linear(spec.dim, in_features, output_std(in_features, spec.depth))
-
         query = config.gate_dim if config.experts else 0
         self.parts = (width, query, config.adapter_rank, 1)
         self.norm = layers.norm(spec.dim, spec)
-        self.inward = linear(sum(self.parts), spec.dim)
+        self.inward = layers.linear(sum(self.parts), spec.dim, spec, area=area)
         if config.experts:
             own_spec = config.experts.own_spec(spec)
             self.experts = Experts(config.experts, own_spec, width, query, area)
             self.sub_norm = layers.norm(width, spec)
-            self.output = stream_layer(width)
+            self.output = layers.output(width, spec, area=area)
         self.adapter_norm = layers.norm(config.adapter_rank, spec)
         self.adapters = nn.ModuleList(
-            stream_layer(config.adapter_rank) for _ in range(config.iterations)
+            layers.output(config.adapter_rank, spec, area=area) for _ in range(config.iterations)
         )
         if config.edges:
             if code_width is None:
                 raise ValueError("a graph of codes needs the width of a codebook")
             self.edges = Edges(config.edges)
             self.message_norm = layers.norm(code_width, spec)
-            self.message = stream_layer(code_width)
+            self.message = layers.output(code_width, spec, area=area)
         self.edge_query = self.edge_scale = None
         if config.graph_gate and code_width is not None:
-            self.edge_query = linear(query, code_width)
+            self.edge_query = layers.linear(query, code_width, spec, area=area)
         if config.graph_adapters and code_width is not None:
-            self.edge_scale = linear(config.adapter_rank, code_width)
+            self.edge_scale = layers.linear(config.adapter_rank, code_width, spec, area=area)
 
     def forward(
         self,

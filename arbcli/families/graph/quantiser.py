@@ -24,7 +24,6 @@ from arbcli.families.graph.codebook import Found, alive_gauge
 from arbcli.families.graph.config import QuantiserConfig
 from arbcli.families.graph.kernels.nearest_codes import nearest_codes
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
-from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.ngrams import MIX
@@ -69,8 +68,7 @@ class Quantiser(StepMemory):
             self.declare(name, torch.zeros(config.codes, 1, dtype=torch.int8), "counters")
         self.declare("hand", torch.zeros(1, dtype=torch.int32), "counters")
         self.sub_norm = layers.norm(config.width, spec)
-        std = output_std(config.width, spec.depth)
-        self.output = layers.linear(spec.dim, config.width, spec, area=area, std=std)
+        self.output = layers.output(config.width, spec, area=area)
 
     def forward(self, x: Tensor) -> Found:
         """Quantise a stream, (B, T, D), and compute the commitment loss."""

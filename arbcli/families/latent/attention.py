@@ -19,7 +19,6 @@ from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.latent.kernels.decode_latent import decode_latent
 from arbcli.kernels.attention.rotary_norm import rotate
-from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import positions_seen
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
@@ -53,9 +52,7 @@ class LatentAttention(CachedAttention):
         up = self.heads * (self.still + self.head_dim)
         self.up = parts.linear(up, self.latent, spec, area="attention")
         self.sub_norm = parts.norm(dim, spec) if config.sub_norm else None
-        self.output = parts.linear(
-            dim, dim, spec, area="attention", std=output_std(dim, spec.depth)
-        )
+        self.output = parts.output(dim, spec, area="attention")
 
     def forward(
         self,

@@ -7,7 +7,7 @@ from torch import nn
 
 from arbcli.base.lazy import imported
 from arbcli.config.layer_spec import LayerSpec, is_chunked
-from arbcli.model.initial import head_lr_factor, head_std
+from arbcli.model.initial import head_lr_factor, head_std, output_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import ClampedGate, TernaryGate, TernaryRMSNorm
 
@@ -68,6 +68,11 @@ class Layers:
             raise AttributeError(f"no layer is named `{name}`")
         layer = self._table[name]
         return imported(layer) if isinstance(layer, str) else layer
+
+    def output(self, in_features: int, spec: LayerSpec, *, area: str) -> Any:
+        """Build a projection of K inputs into the residual stream: see `arbcli.model.initial`."""
+        std = output_std(in_features, spec.depth)
+        return self.linear(spec.dim, in_features, spec, area=area, std=std)
 
 
 def layers_for(spec: LayerSpec) -> Layers:

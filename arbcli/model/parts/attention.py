@@ -43,7 +43,6 @@ from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.families import SPECULATIVE_ATTENTION
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.kernels.runtime.backend import backend_of
-from arbcli.model.initial import output_std
 from arbcli.model.layers import attend
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
@@ -102,8 +101,7 @@ class Attention(CachedAttention):
             self.sinks = parts.vector([0.0] * self.heads, spec, area="attention")
         norm = parts.rounded_norm if config.bitnet else parts.norm
         self.sub_norm = norm(inner, spec) if config.sub_norm else None
-        std = output_std(inner, spec.depth)
-        self.output = parts.linear(dim, inner, spec, area="attention", std=std)
+        self.output = parts.output(inner, spec, area="attention")
         if config.output_bias:
             self.output_bias = parts.vector([0.0] * dim, spec, area="attention")
 

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.parts.base import BlockInputs, BlockOutput, Part, fits_vectors, project
 
@@ -31,8 +30,7 @@ class MLP(Part):
             self.sub_norm = parts.rounded_gate(width, spec)
         else:
             self.sub_norm = parts.gate(width, spec, normalise=config.sub_norm)
-        std = output_std(width, spec.depth)
-        self.output = parts.linear(spec.dim, width, spec, area=area, std=std)
+        self.output = parts.output(width, spec, area=area)
         self.steps_fused = fits_vectors(width)
 
     def new_state(self, clock: "PositionCounter") -> None:
