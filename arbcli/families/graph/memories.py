@@ -5,6 +5,7 @@ a graph of codes follow. The router mixes the stage's output with its input and 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,15 @@ from arbcli.families.graph.config import MemoriesConfig
 from arbcli.families.graph.moe_graph import MoEGraph
 from arbcli.families.graph.quantiser import Quantiser
 from arbcli.families.graph.router import Router
-from arbcli.model.parts.base import BlockInputs, BlockOutput, Losses, build_part, merge, rows_of
+from arbcli.model.parts.base import (
+    BlockInputs,
+    BlockOutput,
+    Losses,
+    build_part,
+    each_text,
+    merge,
+    rows_of,
+)
 
 
 class Memories(nn.Module):
@@ -71,8 +80,8 @@ class Memories(nn.Module):
             output = run(x, slice(self.config.place, None))
             output = output._replace(losses=merge(before.losses, losses, output.losses))
         if self.router:
-            route = self._route_by_text if batched else self.router
-            output = BlockOutput(route([output.total(), *taps]), None, output.losses)
+            route = partial(each_text, self.router) if batched else self.router
+            output = BlockOutput(route(output.total(), *taps), None, output.losses)
         return output
 
     def _remember(
@@ -104,9 +113,3 @@ class Memories(nn.Module):
         x, *books = (torch.cat(parts) for parts in zip(*results, strict=True))
         taps += books
         return x, {}
-
-    def _route_by_text(self, streams: list[Tensor]) -> Tensor:
-        """Run the router for one position of each text of a batch, separately."""
-        assert self.router is not None
-        route, rows = self.router, zip(*map(rows_of, streams), strict=True)
-        return torch.cat([route([*row]) for row in rows])

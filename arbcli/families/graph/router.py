@@ -21,7 +21,7 @@ class Router(nn.Module):
         self.norm = layers.norm(spec.dim, spec)
         self.scores = layers.linear(streams, spec.dim, spec, area="router")
 
-    def forward(self, streams: list[Tensor]) -> Tensor:
+    def forward(self, *streams: Tensor) -> Tensor:
         """Mix streams, (B, T, D) each; the first one determines the weights, mostly its own."""
         first, *others = self.scores(streams[0], self.norm).float().unbind(dim=-1)
         scores = torch.stack((first + ROUTER_BIAS, *others), dim=-1)

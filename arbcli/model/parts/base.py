@@ -15,6 +15,7 @@ from arbcli.config.parts.base import PartConfig
 
 if TYPE_CHECKING:
     from arbcli.model.layers.dropout import Dropout
+    from arbcli.model.state import PositionCounter, State
 
 
 def rows_of(x: Tensor) -> list[Tensor]:
@@ -22,12 +23,14 @@ def rows_of(x: Tensor) -> list[Tensor]:
     return [row.clone() for row in x.split(1)]
 
 
-def each_text(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a function to each text of a batch separately, (B, 1, ...).
+def each_text(run: Callable[..., Tensor], *parts: Tensor) -> Tensor:
+    """Apply a function of tensors to each text of a batch separately, (B, 1, ...) each.
 
     The bits of each result do not depend on the other texts, whatever kernels the function uses.
     """
-    return run(x) if len(x) == 1 else torch.cat([run(row) for row in rows_of(x)])
+    if len(parts[0]) == 1:
+        return run(*parts)
+    return torch.cat([run(*rows) for rows in zip(*map(rows_of, parts), strict=True)])
 
 
 Losses = dict[str, list[Tensor]]
@@ -125,10 +128,6 @@ def project(
         The product, (B, T, N), and the sum x + added, (B, T, D).
     """
     return (layer(x, norm), x) if added is None else layer(x, norm, added)
-
-
-if TYPE_CHECKING:
-    from arbcli.model.state import PositionCounter, State
 
 
 def build_part(config: PartConfig, spec: LayerSpec, *arguments: Any) -> Any:
