@@ -18,7 +18,7 @@ from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.verify.names import check_kernel_names
 from arbcli.verify.registry import KERNELS
 from arbcli.verify.scale_types import TRITON_BACKENDS, verified_scale_types
-from arbcli.verify.variants import Variant, general_launches, general_variant, recorded_launches
+from arbcli.verify.variants import Variant, general_launches, recorded_launches, variant_of
 from arbcli.verify.verification import Case, Verification
 
 METHODS = {
@@ -214,7 +214,7 @@ class CompiledCases:
             run: launches its kernels, which is recorded and not done.
         """
         variants: list[Variant] = []
-        with recorded_launches(lambda launch: variants.append(general_variant(launch))):
+        with recorded_launches(lambda launch: variants.append(variant_of(launch, generally=True))):
             try:
                 run()
             except Exception:  # a launcher that reads results, of which there are none

@@ -39,13 +39,13 @@ class Variant(NamedTuple):
         return str((self.function.fn.__name__, *self[1:]))
 
 
-def variant_of(launch: Launch) -> Variant:
-    """Return the variant of a kernel that a launch compiles.
+def variant_of(launch: Launch, *, generally: bool = False) -> Variant:
+    """Return the variant of a kernel, or of the `general` one, that a launch compiles.
 
     Triton compiles arguments of 1 as constants, and knows which are multiples of 16.
     """
     function, _, named, fixed, options = launch
-    plain = {p.name for p in function.params if p.do_not_specialize}
+    plain = {p.name for p in function.params if generally or p.do_not_specialize}
     integers = {
         key: value for key, value in named.items() if type(value) is int and key not in plain
     }
@@ -63,15 +63,6 @@ def variant_of(launch: Launch) -> Variant:
         if function.arg_names[path[0]] not in plain and _is_multiple(value)
     ]
     return Variant(function, signature, constants, multiples, options)
-
-
-def general_variant(launch: Launch) -> Variant:
-    """Return the variant of the `general` kernel that a launch compiles."""
-    function, _, named, fixed, options = launch
-    signature = {
-        name: "constexpr" if name in fixed else type_of(named[name]) for name in function.arg_names
-    }
-    return Variant(function, signature, fixed, [], options)
 
 
 def _is_multiple(value: Any) -> bool:

@@ -215,12 +215,12 @@ def test_cases_are_drawn_with_special_sizes_and_values_among_them():
 
 def chosen(monkeypatch, *cases) -> list[int]:
     """Offer cases that launch kernels, each with these arguments; list which run, by index."""
-    names = ("x_ptr", "rows", "HEADS", "WIDE")
+    params = [SimpleNamespace(name=name) for name in ("x_ptr", "rows", "HEADS", "WIDE")]
     compiled = CompiledCases(replace(KERNELS[0], triton=lambda: None))
 
     def launch(*, dtype=torch.float32, rows=7, warps=4, module="kernels.one", **switches):
         body = SimpleNamespace(__name__=f"_kernel_of_{module}", __module__=module)
-        function = SimpleNamespace(fn=body, arg_names=names)
+        function = SimpleNamespace(fn=body, arg_names=[p.name for p in params], params=params)
         arguments = {"x_ptr": torch.empty(64, dtype=dtype), "rows": rows}
         constants = {"HEADS": False, "WIDE": False} | switches
         return Launch(function, (1,), arguments, constants, {"num_warps": warps})
