@@ -493,8 +493,8 @@ class ExpertStack(Anchored, ExpertWeight):
         """
         unit = torch.eye(self.in_features, dtype=grad.dtype, device=grad.device)
         bounds = torch.arange(self.matrices + 1, device=grad.device) * self.in_features
-        grads = grad.view(self.matrices, self.expert_rows, -1).transpose(1, 2)
-        return (unit.repeat(self.matrices, 1), bounds), grads.reshape(-1, self.expert_rows)
+        grads = grad.view(self.matrices, self.matrix_rows, -1).transpose(1, 2)
+        return (unit.repeat(self.matrices, 1), bounds), grads.reshape(-1, self.matrix_rows)
 
 
 @torch.compiler.disable

@@ -49,13 +49,11 @@ class ExpertWeight(StreamedTensor, LowPrecision):
             std=std or projection_std(in_features),
             matrices=experts,
         )
-        self.expert_rows = out_features
 
     def multiply_in(self, number_format: str) -> bool:
         """Multiply in NVFP4 if the shapes fit: see `LowPrecision`."""
-        self.nvfp4 = number_format == "nvfp4" and fits_low_precision(
-            self.expert_rows, self.in_features
-        )
+        fits = fits_low_precision(self.matrix_rows, self.in_features)
+        self.nvfp4 = number_format == "nvfp4" and fits
         return self.nvfp4
 
     def multiply(self, x: Tensor, bounds: Tensor, norm: TernaryRMSNorm | None) -> Tensor:
@@ -78,27 +76,21 @@ class ExpertWeight(StreamedTensor, LowPrecision):
 
         With `apart`, the bits of a slot's result do not depend on the other slots.
         """
-        width = self.in_features if transposed else self.expert_rows
+        width = self.in_features if transposed else self.matrix_rows
         y = x.new_empty(len(x), width)  # each slot has an expert, so all rows are written
         four_bits, scales = self.nvfp4 and len(x) > FEW_ROWS, []
         if four_bits:
             x, x_scale = import_module(FOUR_BIT_PRODUCTS).round_nvfp4(x)
         for experts_range in self.gradient_ranges():
-            rows = slice(
-                experts_range.start * self.expert_rows, experts_range.stop * self.expert_rows
-            )
-            w = decode_weight(self.packed.rows(rows), x.dtype).view(
-                len(experts_range), self.expert_rows, -1
-            )
+            w = decode_weight(self.packed.rows(self.rows_of(experts_range)), x.dtype)
+            w = w.unflatten(0, (len(experts_range), -1))
             w = w.transpose(1, 2) if transposed else w
             if four_bits:
                 w, w_scale = import_module(FOUR_BIT_PRODUCTS).round_stack_nvfp4(w)
                 scales.append(x_scale * w_scale)
             grouped_matmul(x, w, bounds[experts_range.start : experts_range.stop + 1], y, apart)
         if four_bits:
-            slots = torch.arange(len(x), device=x.device)
-            owners = torch.searchsorted(bounds[1:], slots, right=True)
-            y *= torch.cat(scales)[owners, None]
+            y *= torch.cat(scales)[_owners(x, bounds), None]
         return y
 
     def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
@@ -111,11 +103,8 @@ class ExpertWeight(StreamedTensor, LowPrecision):
         """
         x, bounds = sources[0]
         if len(sources) > 1:
-            owners_of_each = [
-                torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
-                for x, bounds in sources
-            ]
-            owners, order = torch.cat(owners_of_each).sort(stable=True)
+            owners = torch.cat([_owners(x, bounds) for x, bounds in sources])
+            owners, order = owners.sort(stable=True)
             x, grad_y = torch.cat([x for x, _ in sources])[order], grad_y[order]
             bounds = torch.searchsorted(owners, torch.arange(self.matrices + 1, device=x.device))
         for experts_range in self.gradient_ranges():
@@ -124,10 +113,15 @@ class ExpertWeight(StreamedTensor, LowPrecision):
 
     def gradient_ranges(self) -> list[range]:
         """Return the ranges of experts that are decoded, or have gradients computed, together."""
-        together = max(1, WEIGHTS_AT_ONCE // (self.expert_rows * self.in_features))
+        together = max(1, WEIGHTS_AT_ONCE // (self.matrix_rows * self.in_features))
         together = min(together, MOST_EXPERTS)
         all_experts = range(self.matrices)
         return [all_experts[start : start + together] for start in all_experts[::together]]
+
+
+def _owners(x: Tensor, bounds: Tensor) -> Tensor:
+    """Return the expert of each of the sorted slots, (S,) int64, by their bounds."""
+    return torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
 
 
 class _GroupedLinear(Function):
