@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from arbcli.model.layers.symbols import Predictions
     from arbcli.model.state import Track
 
-NGRAMS = "arbcli.model.ngrams:reading_of"
+NGRAM_KEYS = "arbcli.model.ngrams:ngram_keys"
 TEACHER_WEIGHT = 1.0
 """Weight of the divergence from a teacher in the training loss."""
 
@@ -272,7 +272,9 @@ class LanguageModel(PackedModel):
 
     def reading(self, text: Tensor, length: int) -> BlockInputs:
         """Return the inputs of the last T symbols other than the stream, from (B, history + T)."""
-        return imported(NGRAMS)(text, length) if self.config.reads_text else BlockInputs()
+        if not self.config.reads_text:
+            return BlockInputs()
+        return BlockInputs(grams=imported(NGRAM_KEYS)(text)[:, -length:])
 
     def _hidden(
         self, ids: Tensor, documents: Tensor | None = None, dropout: "Dropout | None" = None

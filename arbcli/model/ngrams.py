@@ -4,8 +4,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.model.parts.base import BlockInputs
-
 MIX = 0x9E3779B97F4A7C15 - 2**64
 """The golden ratio in 64 bits, as a signed integer. Source: D. Knuth, TAOCP 3, 6.4."""
 KEY_ORDER = 3
@@ -40,13 +38,3 @@ def ngram_ids(ids: Tensor, num_rows: int, orders: tuple[int, ...]) -> Tensor:
 def ngram_keys(text: Tensor) -> Tensor:
     """Hash the `KEY_ORDER`-gram that ends at each byte of (B, T) to `KEY_BITS` bits, or -1."""
     return ngram_ids(text, 1 << KEY_BITS, (KEY_ORDER,))[..., 0]
-
-
-def reading_of(text: Tensor, length: int) -> BlockInputs:
-    """Compute the n-gram keys of a text as an input of parts.
-
-    Args:
-        text: (B, history + T) int64 bytes, negative before the text.
-        length: T.
-    """
-    return BlockInputs(grams=ngram_keys(text)[:, -length:])

@@ -14,7 +14,7 @@ from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.norm.rms_norm import FEW_ROWS
 from arbcli.model.build import build_model
 from arbcli.model.layers.norm import ClampedGate, TernaryGate
-from arbcli.model.ngrams import ngram_keys, reading_of
+from arbcli.model.ngrams import ngram_keys
 from arbcli.model.updater import Updater
 
 ITERATED = graph_config().main.memories.iterated
@@ -53,7 +53,7 @@ def test_hashed_experts_are_drawn_from_those_that_are_left(number, top_k):
     wanted = [drawn_by(key, number, top_k) for key in ngram_keys(ids).flatten().tolist()]
     assert hashed.tolist() == wanted
     assert all(len(set(row)) == top_k for row in wanted)
-    later = hashed_experts(reading_of(ids, 4).grams, number, top_k)  # the last of a text
+    later = hashed_experts(ngram_keys(ids)[:, -4:], number, top_k)  # the last of a text
     assert torch.equal(later.view(3, 4, -1), hashed.view(3, 9, -1)[:, -4:])
 
 
