@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from arbcli.config.layer_spec import LayerSpec
-from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime.backend import backend_of
 from arbcli.model.initial import inner_lr_factor, projection_std
 from arbcli.model.layers import products
@@ -74,11 +73,6 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
             self.storage, len(rows) > products.FEW_ROWS, rows.dtype, backend_of(rows),
             self.number_format, self.group is not None, self._keeps,
         )  # fmt: skip
-
-    def multiply_sum(self, x: Tensor, added: Tensor, norm: TernaryRMSNorm) -> tuple[Tensor, Tensor]:
-        """Compute total = x + added, (M, K); return norm(total) @ w.T, (M, N), and total."""
-        total, normal = norm.add_and_norm(x, added)
-        return self.product_for(x).product(self, normal), total
 
     def multiply(self, x: Tensor, norm: TernaryRMSNorm | None) -> Tensor:
         """Compute norm(x) @ w.T for (M, K) activations; undefined where nothing reads it."""
@@ -236,9 +230,9 @@ class _LinearOfSum(Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.weight, ctx.norm = weight, norm
         ctx.set_materialize_grads(False)
-        y, total = weight.multiply_sum(x, added, norm)
+        total, normal = norm.add_and_norm(x, added)
         ctx.save_for_backward(total)
-        return y, total
+        return weight.product_for(x).product(weight, normal), total
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -399,7 +393,10 @@ class TernaryLinear(DecodingLayer):
         product = self.fused_product_for(x)
         if self._prepacked is None:
             prepack = products.choose_prepacking(product.storage, product.backend)
-            self._prepacked = prepack(self._stacked(also), gated)
+            packed = self.weight.packed
+            if also is not None:
+                packed = packed.stack(also.weight.packed)
+            self._prepacked = prepack(packed, gated)
         added = None if added is None else added.reshape(-1, added.shape[-1])
         rows, shape = x, torch.Size((1, 1))
         if isinstance(x, Tensor):
@@ -408,11 +405,6 @@ class TernaryLinear(DecodingLayer):
             raise ValueError("parts of attention need ternary weights")
         eps = NORM_EPS if normalise else None
         return product(rows, self._prepacked, eps, added, early).view(*shape, -1)
-
-    def _stacked(self, also: "TernaryLinear | None") -> Packed:
-        """Stack the weights of another layer below these."""
-        packed = self.weight.packed
-        return packed if also is None else packed.stack(also.weight.packed)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """Return the decoded weight, (N, K) of `dtype`, cached within `prepacked_once`."""
