@@ -155,15 +155,19 @@ class PositionCounter:
 class State:
     """The decoding state of a part for a text, or for a batch; subclasses add the tensors."""
 
-    batched: ClassVar[tuple[str, ...]] = ()
-    """Names of the attributes with a batch dimension in front."""
+    stored: ClassVar[tuple[str, ...]] = ()
+    """Names of the tensors of the state: `Tensor`, `Rows`, or None for one that is not needed."""
+    views: ClassVar[tuple[str, ...]] = ()
+    """Names of other attributes with a batch dimension in front, whose memory is shared."""
 
     def __init__(self, clock: PositionCounter) -> None:
         self.clock = clock
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the state."""
-        raise NotImplementedError
+        for part in (getattr(self, name) for name in self.stored):
+            if part is not None:
+                yield from part.tensors() if isinstance(part, Rows) else (part,)
 
     def kept(self, positions: int) -> Iterator[Kept]:
         """Yield the rings, with the keys and values of speculative positions to store there."""
@@ -179,7 +183,7 @@ class State:
         for text, clock in enumerate(self.clock.text_views):
             view = copy.copy(self)
             view.clock = clock
-            for name in self.batched:
+            for name in (*self.stored, *self.views):
                 part = getattr(self, name)
                 setattr(view, name, None if part is None else part[text])
             states.append(view)

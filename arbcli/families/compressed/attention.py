@@ -51,7 +51,7 @@ from arbcli.families.compressed.kernels.compressed_attention_backward import (
     compressed_attention_backward,
 )
 from arbcli.families.compressed.kernels.sum_choices import sum_choices
-from arbcli.families.compressed.state import CompressedState
+from arbcli.families.compressed.state import CompressedState, takes_all
 from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.compiled import operator
@@ -273,17 +273,6 @@ class Indexer(nn.Module, LowPrecision):
 def rotated(x: Tensor, angles: Angles) -> Tensor:
     """Normalise vectors (..., d) and rotate them by broadcast angles, in the dtype of x."""
     return rotate(unit_rms(x.float()), *angles).to(x.dtype)
-
-
-def takes_all(chosen: Tensor | None, number: int, sight: Sight) -> bool:
-    """Return whether all entries are selected, so that the indexer makes no difference.
-
-    Args:
-        chosen: (B, N, k) selected entries; None, without an indexer, gives False.
-        number: E, the number of entries.
-        sight: positions and entries that a byte attends to.
-    """
-    return chosen is not None and chosen.shape[-1] >= number <= sight.max_entries
 
 
 class CompressedAttention(CachedAttention):

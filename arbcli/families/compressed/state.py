@@ -7,7 +7,6 @@ block, and becomes visible when the block is complete.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,8 +20,19 @@ from arbcli.families.compressed.kernels.decode_compressed import decode_compress
 from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
-from arbcli.model.layers.rotary import broadcast_heads, rotary_table, rows_at, table_rows
+from arbcli.model.layers.rotary import broadcast_heads, rows_at, table_rows
 from arbcli.model.state import PositionCounter, Rows, State
+
+
+def takes_all(chosen: Tensor | None, number: int, sight: Sight) -> bool:
+    """Return whether all entries are selected, so that the indexer makes no difference.
+
+    Args:
+        chosen: (B, N, k) selected entries; None, without an indexer, gives False.
+        number: E, the number of entries.
+        sight: positions and entries that a byte attends to.
+    """
+    return chosen is not None and chosen.shape[-1] >= number <= sight.max_entries
 
 
 class CompressedState(State):
@@ -33,7 +43,8 @@ class CompressedState(State):
         layer: the `CompressedAttention`.
     """
 
-    batched = ("recent", "entries", "open", "keys", "choice", "semaphores")
+    stored = ("recent", "entries", "open", "keys", "choice")
+    views = ("semaphores",)
 
     def __init__(self, clock: PositionCounter, layer: Any) -> None:
         super().__init__(clock)
@@ -42,7 +53,7 @@ class CompressedState(State):
         self.window, self.max_entries = layer.sight.window, layer.sight.max_entries
         vector, device = (layer.kv_heads, layer.width), clock.device
         rows = table_rows(positions, clock.ctx)
-        self.table = rotary_table(rows, layer.width, device, layer.rotated)
+        self.table = layer.table(rows, device)
         self.no_beta: Tensor | None = None
         """Zero beta of mean pooling, else None."""
         if layer.beta is None:
@@ -66,15 +77,6 @@ class CompressedState(State):
                 slots, indexer.width, dtype=E4M3 if clock.cache_format.stored else None
             )
             self.choice = clock.zeros(max(1, min(indexer.top_k, slots - 1)), dtype=torch.int32) - 1
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors; each position also writes the incomplete entry and its key."""
-        yield from self.recent.tensors()
-        yield from self.entries.tensors()
-        yield self.open
-        if self.keys is not None:
-            yield self.keys
-            yield self._choice()
 
     def attend(
         self, x: Tensor, norm: Any, q: Tensor, recent: Tensor, values: Tensor, gates: Tensor
@@ -142,8 +144,7 @@ class CompressedState(State):
                 self.keys.view(bits).index_copy_(0, firsts % slots, new_keys.view(bits))
                 keys = torch.cat((keys, new_keys.to(q.dtype)))
             selected = self._choose(x, norm, keys[None], start, group, lowest)
-            if not selected.shape[2] == len(keys) <= self.max_entries:
-                chosen = selected  # else all are selected
+            chosen = None if takes_all(selected, len(keys), sight) else selected
         cos, sin = here
         return compressed_attention(
             q, recent, entries, chosen, layer.sink(), cos, sin, sight, NORM_EPS
@@ -276,7 +277,7 @@ class CompressedState(State):
         position_ids = torch.arange(window, device=q.device)
         seen = torch.cat((there, position_ids <= position))
         keys = torch.cat((self.entries.get(numbers % slots), self.recent.get(position_ids)))
-        cos, sin = (part[position.long()[None]] for part in self.table)
+        cos, sin = rows_at(self.table, position.long()[None])
         turned = rotate(unit_rms(q.float()), cos, sin)
         heads = turned.unflatten(0, (keys.shape[1], -1))  # (G, heads, d)
         keys = keys.float().movedim(1, 0)

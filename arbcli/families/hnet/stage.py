@@ -243,7 +243,7 @@ class StageState(State):
         decoder: states of the decoder's blocks.
     """
 
-    batched = ("last", "mean", "byte")
+    stored = ("last", "mean", "byte")
 
     x: Tensor
     """(1, T, D), the encoder's output for the new positions, normalised if T > 1. For a batch of

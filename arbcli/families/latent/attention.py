@@ -9,8 +9,6 @@ all keys and values. The norms of the keys are cached too, as keys are normalise
 Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,7 +20,7 @@ from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.model.layers.attend import positions_seen
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
-from arbcli.model.layers.rotary import rotary_table, table_rows
+from arbcli.model.layers.rotary import broadcast_heads, rotary_table, rows_at, table_rows
 from arbcli.model.parts.base import BlockInputs, BlockOutput, project
 from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.state import PositionCounter, Rows, State
@@ -67,7 +65,7 @@ class LatentAttention(CachedAttention):
         batch, length, dim = x.shape
         q, c = projected.split((dim, self.latent + self.rotary), dim=-1)
         table = state.angles if state else rotary_table(length, self.rotary, x.device)
-        angles = [part[:, None] for part in table]  # for (T, heads, rotary)
+        angles = broadcast_heads(table)
         q = q.view(batch, length, self.heads, self.head_dim)
         rotated = rotate(q[..., self.still :], *angles).to(x.dtype)
         q = torch.cat((q[..., : self.still], rotated), dim=-1)
@@ -156,7 +154,7 @@ class LatentRing(State):
         layer: the attention layer.
     """
 
-    batched = ("latent", "rotated", "lengths")
+    stored = ("latent", "rotated", "lengths")
 
     def __init__(self, clock: PositionCounter, layer: LatentAttention) -> None:
         super().__init__(clock)
@@ -169,11 +167,6 @@ class LatentRing(State):
         self.rotated = clock.zeros(1, self.window, 1, layer.rotary)
         self.lengths = clock.zeros(self.window, layer.heads, dtype=torch.float32)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the rings."""
-        yield from self.latent.tensors()
-        yield from (self.rotated, self.lengths)
-
     @property
     def fuses(self) -> bool:
         """Whether `attend_one` supports the storage format."""
@@ -183,9 +176,8 @@ class LatentRing(State):
     def angles(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions being read, (T, d / 2) each."""
         clock, table = self.clock, self.table
-        return clock.here(
-            ("angles", table[0].shape[1]), lambda: tuple(part[clock.position_ids] for part in table)
-        )
+        key = "angles", table[0].shape[1]
+        return clock.here(key, lambda: rows_at(table, clock.position_ids))
 
     @property
     def mask(self) -> Tensor:

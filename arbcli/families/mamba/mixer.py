@@ -12,7 +12,6 @@ Source: T. Dao and A. Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -224,7 +223,7 @@ class MambaState(State):
         layer: the mixer.
     """
 
-    batched = ("state", "ring")
+    stored = ("state", "ring")
 
     def __init__(self, clock: PositionCounter, layer: Mamba) -> None:
         super().__init__(clock)
@@ -232,14 +231,10 @@ class MambaState(State):
         self.state = clock.zeros(layer.heads, layer.states, width, dtype=torch.float32)
         self.ring = clock.zeros(TAPS, layer.mixed)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield both tensors."""
-        yield from (self.state, self.ring)
-
     def reset(self) -> None:
         """Begin a new text."""
-        self.ring.zero_()
-        self.state.zero_()
+        for part in self.tensors():
+            part.zero_()
 
     def step(self, rows: Tensor, taps: Tensor, rate: Tensor, bias: Tensor, skip: Tensor) -> Tensor:
         """Run `mamba_step` on (B, 1, n); the caller counts positions."""

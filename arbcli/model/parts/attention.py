@@ -31,7 +31,7 @@ keys and values, including its own, whether it is read alone or with others.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ from arbcli.kernels.runtime.backend import backend_of
 from arbcli.model.layers import attend
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import rotary_table, table_for, table_rows
+from arbcli.model.layers.rotary import rotary_table, rows_at, table_for, table_rows
 from arbcli.model.parts.base import BlockInputs, BlockOutput, fits_vectors, project
 from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.parts.window import attend_in_window
@@ -250,7 +250,7 @@ class KVCache(State):
         rotated: number of elements of a key that are rotated.
     """
 
-    batched: ClassVar[tuple[str, ...]] = ("keys", "values", "exponents", "semaphores")
+    stored, views = ("keys", "values"), ("exponents", "semaphores")
 
     def __init__(
         self,
@@ -286,16 +286,11 @@ class KVCache(State):
 
     _new: Tensor | None = None
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the rings."""
-        for rows in (self.keys, self.values):
-            yield from rows.tensors()
-
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions being read, (T, d / 2) each."""
         clock, key = self.clock, ("angles", self.width, self.rotary)
-        return clock.here(key, lambda: tuple(part[clock.position_ids] for part in self.table))
+        return clock.here(key, lambda: rows_at(self.table, clock.position_ids))
 
     @property
     def here(self) -> _Here:
