@@ -23,11 +23,8 @@ def forward_with_cache(model: "LanguageModel", ids: Tensor, cache: "Cache") -> T
         return logits
     with cache.reading(ids) as text:
         x, reading = _embed(model, text, ids.shape[1])
-        if model.stages:
-            return model.logits(_continue_stages(model, 0, x, ids, reading, cache))
-        fused = fuses(model, x)
-        with cache.main.clock.reading(ids.shape[1]):
-            hidden = model.run_innermost(x, reading, cache.main, fused=fused)
+        fused = not model.stages and fuses(model, x)
+        hidden = model.run_stages(0, x, ids, reading, cache, fused=fused)
         if fused:
             return fused_logits(model, hidden.x)
         if len(x) > 1:
@@ -95,20 +92,6 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Pha
         phases.append(Phase(index, partial(descend, index), begins, past.handle))
     phases.append(Phase(last, main))
     return phases + [Phase(index, partial(ascend, index)) for index in reversed(range(last))]
-
-
-def _continue_stages(
-    model: "LanguageModel", index: int, x: Tensor, ids: Tensor, reading: BlockInputs, cache: "Cache"
-) -> BlockOutput:
-    """Run stage `index` and all inner ones for new positions of a text, like `_run_stages`."""
-    if index == len(model.stages):
-        with cache.main.clock.reading(x.shape[1]):
-            return model.run_innermost(x, reading, cache.main)
-
-    def inner(x: Tensor, inside: BlockInputs) -> BlockOutput:
-        return _continue_stages(model, index + 1, x, ids, inside, cache)
-
-    return model.stages[index].follow(x, ids, reading, cache.stages[index], inner)
 
 
 def _embed(model: "LanguageModel", text: Tensor, length: int) -> tuple[Tensor, BlockInputs]:

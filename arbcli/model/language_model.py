@@ -287,17 +287,40 @@ class LanguageModel(PackedModel):
         if dropout is not None:
             reading = reading._replace(dropout=dropout)
             x = dropout.drop_embedding(x)
-        return self._run_stages(0, x, ids, reading)
+        return self.run_stages(0, x, ids, reading)
 
-    def _run_stages(self, index: int, x: Tensor, ids: Tensor, reading: BlockInputs) -> BlockOutput:
-        """Run the stream through stage `index` and all inner ones, down to the blocks."""
+    def run_stages(
+        self,
+        index: int,
+        x: Tensor,
+        ids: Tensor,
+        reading: BlockInputs,
+        cache: "Cache | None" = None,
+        *,
+        fused: bool = False,
+    ) -> BlockOutput:
+        """Run the stream through stage `index` and all inner ones, down to the blocks.
+
+        Args:
+            index: index of the stage, outermost first.
+            x: the stream, (B, T, D).
+            ids: (B, bytes) int64.
+            reading: additional inputs.
+            cache: states of the texts, which the positions continue; None for complete windows.
+            fused: see `run_innermost`.
+        """
         if index == len(self.stages):
-            return self.run_innermost(x, reading)
+            if cache is None:
+                return self.run_innermost(x, reading)
+            with cache.main.clock.reading(x.shape[1]):
+                return self.run_innermost(x, reading, cache.main, fused=fused)
 
         def inner(x: Tensor, inside: BlockInputs) -> BlockOutput:
-            return self._run_stages(index + 1, x, ids, inside)
+            return self.run_stages(index + 1, x, ids, inside, cache)
 
-        return self.stages[index](x, ids, reading, inner, recompute=self.recompute)
+        if cache is None:
+            return self.stages[index](x, ids, reading, inner, recompute=self.recompute)
+        return self.stages[index].follow(x, ids, reading, cache.stages[index], inner)
 
     def run_innermost(
         self, x: Tensor, reading: BlockInputs, track: "Track | None" = None, *, fused: bool = False
