@@ -376,15 +376,19 @@ class TernaryTensor(StateModule, Weight):
             shape, drawn = drawn.shape, drawn.flatten()
             self.trits[rows] = pack_trits(trits.index_select(0, drawn).view(shape))
             rule.start(state, rows, remainders.index_select(0, drawn).view(shape))
-        v = round(OCTAVE * math.log2(self.std / rule.unit_std))
-        if not rule.has_fraction:
-            v = round(v / OCTAVE) * OCTAVE
-        v = min(max(v, LOWEST_EXPONENT * OCTAVE), HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1)
-        self.exponent.fill_(v // OCTAVE)
-        if rule.has_fraction:
-            self.fraction.fill_(v % OCTAVE)
+        self._start_scales([self.std / rule.unit_std])
+
+    def _start_scales(self, scales: Iterable[float]) -> None:
+        """Set the scales of all rows, or of each, to the nearest ones, and start the direction."""
+        unit = 1 if self.rule.has_fraction else OCTAVE
+        levels = [round(round(OCTAVE * math.log2(scale)) / unit) * unit for scale in scales]
+        v = torch.tensor(levels, device=self.trits.device)[:, None]
+        v = v.clamp(LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1)
+        self.exponent.copy_(v // OCTAVE)
+        if self.rule.has_fraction:
+            self.fraction.copy_(v % OCTAVE)
         if self.direction is not None:
-            self.direction.start(state)
+            self.direction.start(self.state)
 
     def extra_repr(self) -> str:
         """Show the shape in `print(model)`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from arbcli.config.layer_spec import LayerSpec
-from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, Packed
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.model.layers.compiled import operator
 from arbcli.model.optimizers.base import State
@@ -65,17 +65,7 @@ class VectorWeight(ReadWeight):
             z = (rule.radix + rule.remainder_max) // 2
             rule.start(self.state, slice(None), ((z - rule.radix) * signs).to(torch.int8))
             share = z / self.packed.unit
-        sizes = [abs(value) or SCALE_OF_ZERO for value in self.values]
-        steps = [round(OCTAVE * math.log2(size / share)) for size in sizes]
-        if not rule.has_fraction:
-            steps = [round(step / OCTAVE) * OCTAVE for step in steps]
-        lowest, highest = LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1
-        v = torch.tensor([[min(max(step, lowest), highest)] for step in steps], device=device)
-        self.exponent.copy_(v // OCTAVE)
-        if rule.has_fraction:
-            self.fraction.copy_(v % OCTAVE)
-        if self.direction is not None:
-            self.direction.start(self.state)
+        self._start_scales((abs(value) or SCALE_OF_ZERO) / share for value in self.values)
 
     def packed_of(self, state: State) -> Packed:
         """Include the remainder, whatever the form of the model's weights.
