@@ -32,15 +32,6 @@ REASON = "reason"
 """Key of the reason why the run ended, which the first process that knows it writes."""
 
 
-def seconds_until_lost() -> int:
-    """Return the time after which a silent process is lost, in seconds.
-
-    Raises:
-        ArbError: the environment variable is invalid.
-    """
-    return number_in(os.environ, LOST, 1) if LOST in os.environ else LOST_SECONDS
-
-
 class Heartbeat:
     """The heartbeat of this process, and the watch over the others.
 
@@ -50,11 +41,15 @@ class Heartbeat:
         store: a connection to the shared store that only the heartbeat uses.
         rank: rank of this process.
         hosts: name of the machine of each process.
+
+    Raises:
+        ArbError: the environment variable `LOST` is invalid.
     """
 
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str]) -> None:
         self._store, self._rank, self._hosts = store, rank, hosts
-        self._limit = float(seconds_until_lost())
+        limit = number_in(os.environ, LOST, 1) if LOST in os.environ else LOST_SECONDS
+        self._limit = float(limit)
         self._keys = [f"beat-{rank}" for rank in range(len(hosts))]
         self._seen: list[tuple[int, float]] = [(0, 0.0)] * len(hosts)
         """Counter of each process, and when it last changed."""

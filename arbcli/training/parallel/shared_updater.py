@@ -5,8 +5,9 @@ integer sums do not depend on the order, results do not depend on the number of 
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -352,21 +353,34 @@ class SharedUpdater(Updater):
         if self._is_table(bucket):
             self._complete_rows(bucket, parts)
             return
-        rank, broadcasts = self.group.rank, []
+        rank = self.group.rank
         for member in bucket.members:
             if member.owner == rank:
                 self._step(member, *self._read_sums(parts, member))
-        if self.group.size > 1:
-            for owner, size in enumerate(bucket.down_sizes):
-                if not size:
-                    continue
+        self._broadcast(bucket, bucket.down_sizes, partial(self._copy, bucket, rank, into=True))
+
+    def _broadcast(
+        self, bucket: Bucket, sizes: Sequence[int], fill: Callable[[Tensor], None]
+    ) -> None:
+        """Broadcast the messages of a bucket's owners; this process fills its own one.
+
+        Args:
+            bucket: the bucket.
+            sizes: size of each owner's message in bytes; 0 sends none.
+            fill: writes a message, (size,) uint8.
+        """
+        if self.group.size == 1:
+            return
+        broadcasts = []
+        for owner, size in enumerate(sizes):
+            if size:
                 message = torch.empty(size, dtype=torch.uint8, device=self.device)
-                if owner == rank:
-                    self._copy(bucket, owner, message, into=True)
+                if owner == self.group.rank:
+                    fill(message)
                 broadcasts.append((owner, self.group.broadcast(message, owner)))
-            self._down.append((bucket, broadcasts))
-            while len(self._down) > MAX_IN_FLIGHT:
-                self._receive()
+        self._down.append((bucket, broadcasts))
+        while len(self._down) > MAX_IN_FLIGHT:
+            self._receive()
 
     def _step(self, member: Member, sums: Tensor, low: Tensor | None, fitting: Tensor) -> None:
         """Step a tensor by the sums of all processes, and update its exponents."""
@@ -436,26 +450,19 @@ class SharedUpdater(Updater):
         """
         (member,) = bucket.members
         tensor, number = member.tensor, self._num_rows[id(bucket)]
-        is_owner = member.owner == self.group.rank
-        rows = (
-            self._step_rows(tensor, parts.view(self.micro_batches, -1), number)
-            if is_owner
-            else None
-        )
-        if self.group.size == 1:
-            return
-        limit = min(number * self.micro_batches, tensor.out_features)
-        message = torch.empty(
-            self._rows_bytes(tensor, limit), dtype=torch.uint8, device=self.device
-        )
-        if rows is not None:
+        rows = torch.empty(0)
+        if member.owner == self.group.rank:
+            rows = self._step_rows(tensor, parts.view(self.micro_batches, -1), number)
+        limit, sizes = min(number * self.micro_batches, tensor.out_features), [0] * self.group.size
+        sizes[member.owner] = self._rows_bytes(tensor, limit)
+
+        def fill(message: Tensor) -> None:
             row_indices, views = self._views_of_rows(tensor, message, limit)
             row_indices.copy_(rows[:, None])
             for part, view in views:
                 view.copy_(gather_rows(part, rows))
-        self._down.append((bucket, [(member.owner, self.group.broadcast(message, member.owner))]))
-        while len(self._down) > MAX_IN_FLIGHT:
-            self._receive()
+
+        self._broadcast(bucket, sizes, fill)
 
     def _step_rows(self, tensor: TernaryTensor, parts: Tensor, number: int) -> Tensor:
         """Step the rows in messages, (micro-batches, bytes); return their indices."""
