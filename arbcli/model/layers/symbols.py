@@ -155,7 +155,7 @@ class SymbolWeight(LinearWeight):
         grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
         if self.is_last_use:
             self.forget()
-            self._form_gradients([(scored, scale)], grad_x)
+            self.emit_gradient_of_uses(self.sink, [(scored, scale)], grad_x)
         else:
             ranges = map(self.rows_of, self.gradient_ranges())
             grads = [self._gradient_of_losses(scored, scale, rows, grad_x) for rows in ranges]
@@ -170,27 +170,20 @@ class SymbolWeight(LinearWeight):
         return grad_x.to(scored.x.dtype)
 
     def emit_gradient_of_uses(
-        self, sink: GradientSink, uses: list[tuple[Scored | Graded | Tensor, Tensor]]
+        self,
+        sink: GradientSink | None,
+        uses: list[tuple[Scored | Graded | Tensor, Tensor]],
+        grad_x: Tensor | None = None,
     ) -> None:
         """Compute the gradient of each chunk from all uses, and pass it to the sink.
 
         Args:
-            sink: consumer of the gradients, (N, D) of each chunk.
+            sink: consumer of the gradients, (N, D) of each chunk; None discards them.
             uses: pairs of inputs and gradients: of losses `Scored` or `Graded`, and (M,) float32;
                 of products (M, D) and (M, V); of embeddings (M,) int64 ids and (M, D).
-        """
-        self._form_gradients(uses)
-
-    def _form_gradients(
-        self, uses: list[tuple[Scored | Graded | Tensor, Tensor]], grad_x: Tensor | None = None
-    ) -> None:
-        """Compute the gradients chunk by chunk, and pass each to the sink.
-
-        Args:
-            uses: pairs of inputs and gradients: see `emit_gradient_of_uses`.
             grad_x: (M, D) float32, to which the losses' gradient of x is added.
         """
-        if self.sink is None and not self.frozen:
+        if sink is None and not self.frozen:
             warnings.warn(NO_SINK, RuntimeWarning, stacklevel=1)
         looked_up = [use for use in uses if _are_ids(use[0])]
         uses = [use for use in uses if not _are_ids(use[0])]
@@ -206,12 +199,12 @@ class SymbolWeight(LinearWeight):
                 indices = touched.rows - rows.start
                 scatter_rows_(dense.view(torch.uint8), indices, grad_rows.view(torch.uint8))
                 grad = dense if grad is None else dense.add_(grad)
-            if self.sink is None or grad is None:
+            if sink is None or grad is None:
                 continue
             if self.matrices == 1:
-                self.sink(self, grad)
+                sink(self, grad)
             else:
-                self.sink(self, grad[None], range(index, index + 1))
+                sink(self, grad[None], range(index, index + 1))
 
     def _gradient_of_chunk(
         self,
