@@ -4,7 +4,7 @@
 
 The loss of the next byte is that of the mixture, so generation and evaluation need not know its
 kind. Training does: the mean cross-entropy of p_k over the bytes of kind k is the auxiliary loss
-`text_loss`, `of_sound` or `of_picture`.
+`of_text`, `of_sound` or `of_picture`.
 """
 
 from collections.abc import Callable
@@ -57,28 +57,13 @@ class CompositeHead(nn.Module):
             cross_entropy: mean cross-entropy of (N, 256) logits and (N,) targets.
 
         Returns:
-            `text` and the results of `losses`, scalars in nats per byte.
+            `text`, and `of_text` and so on, scalars in nats per byte; 0 for kinds without bytes.
         """
         kinds, targets = targets // BYTES, targets % BYTES
         logits, kind_logs = self(x, norm)
-        text_loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return {"text": text_loss} | self.losses(kind_logs, targets, kinds)
-
-    @staticmethod
-    def losses(kind_logs: Tensor, targets: Tensor, kinds: Tensor) -> dict[str, Tensor]:
-        """Compute the mean cross-entropy of each head over the bytes of its kind.
-
-        Args:
-            kind_logs: (B, T, kinds, 256) float32: see `Heads.kind_logs`.
-            targets: (B, T) int64 bytes.
-            kinds: (B, T) int64 indices into `KINDS`.
-
-        Returns:
-            Float32 scalars in nats per byte; 0 for kinds without bytes.
-        """
+        losses = {"text": cross_entropy(logits.flatten(0, 1), targets.flatten())}
         index = targets[..., None, None].expand(*kind_logs.shape[:-1], 1)
         target_logs = kind_logs.gather(-1, index)[..., 0]
-        losses = {}
         for number, name in enumerate(KINDS):
             kind_mask = kinds == number
             total = (-target_logs[..., number] * kind_mask).sum()
