@@ -7,7 +7,7 @@ the text.
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.config import MOST
+from arbcli.families.ahead.kernels.accept_ahead import MOST_AHEAD as MOST_AHEAD
 from arbcli.families.ahead.kernels.accept_ahead import accept_ahead_
 from arbcli.families.ahead.kernels.attend_ahead import keep_accepted_, table_of
 from arbcli.families.ahead.kernels.repeat_ahead import repeat_ahead_
@@ -17,8 +17,6 @@ from arbcli.model.cache import Cache
 from arbcli.model.decoding import fused_logits, fuses
 from arbcli.model.language_model import LanguageModel
 
-MOST_AHEAD = MOST
-"""Maximum number of bytes of a step."""
 EACH_EQUAL = 0.4
 """Logit bonus of the byte that continues a repetition, for each matching byte before it."""
 

@@ -29,10 +29,6 @@ class MambaConfig(PartConfig):
         """Check that the heads divide the stream; see `PartConfig.check_at`."""
         check_heads(self.heads, spec)
 
-    def head_width(self, spec: LayerSpec) -> int:
-        """Width of a head."""
-        return spec.dim // self.heads
-
     def products(self, spec: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position, with the scan as a recurrence."""
         inner = EXPAND * spec.dim
