@@ -126,16 +126,14 @@ class Subject:
             ids, targets = hide(
                 ids[:, 1:], VOCABULARY, seed=2, step=0, numbers=range(self.batch), of=self.batch
             )
-            return ids.to(self.device), targets.to(self.device)
-        if self.config.fills:
+        elif self.config.fills:
             ids, targets = cut(ids, VOCABULARY, seed=2, step=1, numbers=range(self.batch))
-            return ids.to(self.device), targets.to(self.device)
-        ids = ids.to(self.device)
-        targets = ids[:, 1:]
+        else:
+            ids, targets = ids[:, :-1], ids[:, 1:]
         if self.config.composite:
             kinds = torch.randint(len(KINDS), targets.shape, generator=generator)
-            targets = targets + VOCABULARY * kinds.to(self.device)
-        return ids[:, :-1], targets
+            targets = targets + VOCABULARY * kinds
+        return ids.to(self.device), targets.to(self.device)
 
     def result(
         self, check: str, item: str, got: Tensor, expected: Tensor, gate: Gate
