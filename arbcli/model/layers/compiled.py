@@ -91,7 +91,7 @@ def operator(
         function: a `Function` with an annotated `forward` without a context, a `setup_context` that
             only saves tensors and sets attributes, and a `backward`; or a plain function without a
             gradient. Inputs are tensors, numbers, strings, named tuples of numbers, and `Findable`
-            modules; results are tensors.
+            modules, or None; results are tensors.
 
             If the last inputs of `forward` are `anchor` and `trained`, callers omit them. They are
             for functions whose backward emits the gradient of a weight: `trained` says whether that
@@ -255,10 +255,8 @@ def _kind(name: str, hint: Any) -> _Kind:
         return _Kind(f"Tensor{mark}", find, tensor=True, kept=True)
     if issubclass(base, tuple):
         return _Kind("SymInt[]", base._make)
-    schema = {Tensor: f"Tensor{mark}", bool: "bool", int: "SymInt", float: "float", str: "str"}[
-        base
-    ]
-    return _Kind(schema, lambda part: part, tensor=base is Tensor, kept=name == "anchor")
+    schema = {Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", str: "str"}[base]
+    return _Kind(schema + mark, lambda part: part, tensor=base is Tensor, kept=name == "anchor")
 
 
 class _Context:

@@ -119,16 +119,12 @@ def rotary_table(
     rotated = rotated or rotary.rotated(head_dim)
     if torch.compiler.is_compiling():
         like = torch.empty(0, device=device)
-        return _copied_table(like, length, head_dim, rotated, *_numbers(rotary), rotary.scaling)
+        return _copied_table(
+            like, length, head_dim, rotated, rotary.base, rotary.factor, rotary.low, rotary.high,
+            rotary.original_ctx, rotary.scaling,
+        )  # fmt: skip
     first = first if length > ROWS_AT_ONCE else 0  # so that texts share the cached table
     return _tables(length, head_dim, device, rotated, rotary, first)
-
-
-def _numbers(rotary: RotaryConfig) -> tuple[float, float, float, float, int]:
-    """Return the numbers of a configuration that determine the angles, with 0 for None."""
-    return (
-        rotary.base, rotary.factor, rotary.low or 0.0, rotary.high or 0.0, rotary.original_ctx or 0
-    )  # fmt: skip
 
 
 def _copy_table(
@@ -138,15 +134,14 @@ def _copy_table(
     rotated: int,
     base: float,
     factor: float,
-    low: float,
-    high: float,
-    original_ctx: int,
+    low: float | None,
+    high: float | None,
+    original_ctx: int | None,
     scaling: str,
 ) -> tuple[Tensor, Tensor]:
     rotary = RotaryConfig(
-        base=base, scaling=scaling, factor=factor, low=low or None, high=high or None,
-        original_ctx=original_ctx or None,
-    )  # fmt: skip
+        base=base, scaling=scaling, factor=factor, low=low, high=high, original_ctx=original_ctx
+    )
     cos, sin = _tables(length, head_dim, like.device, rotated, rotary, 0)
     return cos.clone(), sin.clone()  # the compiler may overwrite an operator's results
 

@@ -18,9 +18,9 @@ class _RotaryHeads(Function):
 
     @staticmethod
     def forward(
-        qkv: Tensor, gains: Tensor | None, cos: Tensor, sin: Tensor, kv: int, eps: float
+        qkv: Tensor, gains: Tensor | None, cos: Tensor, sin: Tensor, kv: int, eps: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        y, heads = rotary_heads(qkv, gains, cos, sin, kv, _eps(eps)), qkv.shape[2] - 2 * kv
+        y, heads = rotary_heads(qkv, gains, cos, sin, kv, eps), qkv.shape[2] - 2 * kv
         parts = y[:, :, :heads], y[:, :, heads:], qkv[:, :, heads + kv :]
         q, k, v = (part.transpose(1, 2) for part in parts)
         return q, k, v
@@ -33,13 +33,8 @@ class _RotaryHeads(Function):
     @staticmethod
     def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
         qkv, gains, cos, sin = ctx.saved_tensors
-        grad, grad_gains = rotary_heads_backward(q, k, v, qkv, gains, cos, sin, _eps(ctx.eps))
+        grad, grad_gains = rotary_heads_backward(q, k, v, qkv, gains, cos, sin, ctx.eps)
         return grad, None if gains is None else grad_gains, None, None, None, None
-
-
-def _eps(eps: float) -> float | None:
-    """Decode an eps that is passed to an operator, with -1 for None."""
-    return None if eps < 0 else eps
 
 
 _rotary_heads = operator(_RotaryHeads)
@@ -68,7 +63,7 @@ def turned_heads(
         Queries, keys and values, (B, their heads, T, d); the last are a view.
     """
     table = table or table_for(qkv, rotary)
-    return _rotary_heads(qkv, gains, *table, kv, -1.0 if eps is None else eps)
+    return _rotary_heads(qkv, gains, *table, kv, eps)
 
 
 def new_turned_heads(_ctx: int, _width: int, rotary: RotaryConfig) -> Callable:
