@@ -24,12 +24,7 @@ def forward_with_cache(model: "LanguageModel", ids: Tensor, cache: "Cache") -> T
     with cache.reading(ids) as text:
         x, reading = _embed(model, text, ids.shape[1])
         fused = not model.stages and fuses(model, x)
-        hidden = model.run_stages(0, x, ids, reading, cache, fused=fused)
-        if fused:
-            return fused_logits(model, hidden.x)
-        if len(x) > 1:
-            return each_text(lambda row: model.logits(BlockOutput(row)), hidden.total())
-        return model.logits(hidden)
+        return _logits(model, model.run_stages(0, x, ids, reading, cache, fused=fused), fused=fused)
 
 
 class Phase(NamedTuple):
@@ -82,9 +77,7 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Pha
         if index:  # stages count their own positions
             before = cache.stages[index - 1]
             return model.stages[index - 1].step_outward(x, before, None, fused=is_fused)
-        if is_fused:
-            return fused_logits(model, x)
-        return each_text(lambda row: model.logits(BlockOutput(row)), x)
+        return _logits(model, BlockOutput(x), fused=is_fused)
 
     phases = []
     for index, past in enumerate(cache.stages):
@@ -101,6 +94,15 @@ def _embed(model: "LanguageModel", text: Tensor, length: int) -> tuple[Tensor, B
     else:
         x = model.embed(text, length)
     return x, model.reading(text, length)
+
+
+def _logits(model: "LanguageModel", hidden: BlockOutput, *, fused: bool) -> Tensor:
+    """Compute logits while decoding, each text separately."""
+    if fused:
+        return fused_logits(model, hidden.x)
+    if len(hidden.x) == 1:
+        return model.logits(hidden)
+    return each_text(lambda row: model.logits(BlockOutput(row)), hidden.total())
 
 
 def fuses(model: "LanguageModel", x: Tensor) -> bool:
