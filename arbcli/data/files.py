@@ -57,7 +57,7 @@ class Conversion:
     field: str | None = None
     """Field of records with the text; None reads JSON lines as plain text."""
     sound: str | None = None
-    """Format of sounds, one of `arbcli.families.media.sound.FORMS`. None leaves sounds in folders
+    """Format of sounds, one of `arbcli.families.SOUND_FORMS`. None leaves sounds in folders
     out, and converts those named explicitly to `mulaw`."""
     picture: str | None = None
     """Format of pictures, see `arbcli.families.media.pictures.FORM`. None leaves pictures in

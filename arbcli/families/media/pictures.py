@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbcli.base.errors import ArbError, library_errors, one_line, optional_module
-from arbcli.families import MEDIA
 from arbcli.families.media.bounded import HEADER_BYTES, BoundedFile
 from arbcli.families.media.spans import PictureHeader
 
 if TYPE_CHECKING:
     import numpy as np
 
-SUFFIXES = MEDIA["picture"]
 MOST_PIXELS = 2**26
 """Maximum number of pixels, 8192 by 8192; of larger pictures only the header is read."""
 MOST_SIDE = 2**15

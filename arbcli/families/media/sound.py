@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbcli.base.errors import ArbError, library_errors, optional_module
-from arbcli.families import MEDIA, SOUND_FORMS
 from arbcli.families.media.bounded import HEADER_BYTES, BoundedFile
 from arbcli.families.media.spans import MOST_CHANNELS, SoundHeader
 
 if TYPE_CHECKING:
     import numpy as np
 
-SUFFIXES = MEDIA["sound"]
-FORMS = SOUND_FORMS
-"""Choices of `sound`: eight bits a sample on a logarithmic scale, or sixteen."""
 BLOCK_FRAMES = 2**16
 MOST_FRAMES = 2**32
 """Maximum number of frames: a day and more at 48 kHz."""
@@ -39,7 +35,7 @@ def sound_bytes(path: Path, form: str) -> Iterator[bytes]:
 
     Args:
         path: path of a file that libsndfile reads.
-        form: one of `FORMS`.
+        form: one of `arbcli.families.SOUND_FORMS`.
 
     Yields:
         The header, then blocks of samples.
@@ -104,8 +100,8 @@ def encode_samples(samples: "np.ndarray", form: str) -> bytes:
 
     Args:
         samples: (frames, channels) int16.
-        form: one of `FORMS`. `mulaw` rounds the continuous mu-law curve, mu = 255, to 256 levels in
-            the order of the samples: 127.5 (1 + sign(s) ln(1 + 255 |s|) / ln 256), s in [-1, 1].
+        form: `pcm16`, or `mulaw`, which rounds the continuous mu-law curve, mu = 255, to 256 levels
+            in the order of the samples: 127.5 (1 + sign(s) ln(1 + 255 |s|) / ln 256), s in [-1, 1].
     """
     import numpy as np  # takes a tenth of a second, and help needs none
 

@@ -85,8 +85,7 @@ def test_processes_step_by_the_data_of_all():
     for x, other in zip(xs, others, strict=True):
         alone(x)
         other(x)
-    names = "seen", "chosen"
-    seen, chosen = ([other.records[name][0] for other in others] for name in names)
+    seen, chosen = ([other.records[name][0] for other in others] for name in ("seen", "chosen"))
     alone.finish_step()
     for other in others:
         told = iter((seen, chosen))

@@ -13,6 +13,7 @@ from arbcli.base.errors import ArbError
 from arbcli.data.files import Conversion
 from arbcli.data.opening import open_text, plain_file
 from arbcli.data.text import Text
+from arbcli.families import SOUND_FORMS
 from arbcli.families.media import bounded, pictures, sound
 from arbcli.families.media.evaluation import MediaLosses
 from arbcli.families.media.spans import PictureHeader, SoundHeader, find_spans
@@ -74,7 +75,7 @@ def test_mu_law_is_the_nearest_of_its_levels_on_the_curve(tmp_path):
     assert np.all(error <= 4 + np.abs(samples[:, 0].astype(int)) * math.log(256) / 250)
 
 
-@pytest.mark.parametrize("form", sound.FORMS)
+@pytest.mark.parametrize("form", SOUND_FORMS)
 def test_sound_that_is_written_reads_back_as_the_same_bytes(form, tmp_path):
     body = sound.encode_samples(tone(999, 2), form)
     header = SoundHeader(form, 16_000, 2, 999)
@@ -236,7 +237,7 @@ def test_folder_has_its_sounds_and_pictures_only_on_request(tmp_path):
     text, _ = open_text([str(tmp_path / "*.*")])  # as they were named
     assert len(text.files) == 3
     # each form has a file of its own
-    both = {plain_file(tmp_path / "a.wav", Conversion(sound=form)) for form in sound.FORMS}
+    both = {plain_file(tmp_path / "a.wav", Conversion(sound=form)) for form in SOUND_FORMS}
     assert len(both) == 2
 
 
