@@ -18,7 +18,7 @@ from arbcli.kernels.runtime.backend import backend_of
 from arbcli.model.initial import inner_lr_factor, projection_std
 from arbcli.model.layers import products
 from arbcli.model.layers.compiled import anchor, operator
-from arbcli.model.layers.norm import NORM_EPS, PackedGates, TernaryGate, TernaryRMSNorm
+from arbcli.model.layers.norm import NORM_EPS, PackedGates, TernaryRMSNorm
 from arbcli.model.packed import DecodingLayer, GradientSink, StreamedTensor, recomputing
 
 if TYPE_CHECKING:
@@ -180,6 +180,8 @@ class LinearWeight(StreamedTensor, products.LowPrecision):
 class _Linear(Function):
     """y = norm(x) @ w.T. The gradient of w goes to the weight's sink.
 
+    Gate and up of an MLP may be packed for the backward: see `TernaryRMSNorm.packs`.
+
     `anchor` is an empty tensor that requires a gradient, so that the backward also runs if x does
     not require one; `trained` says whether the backward will run. Callers of `_linear` omit both,
     and `operator` adds them.
@@ -202,14 +204,20 @@ class _Linear(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, ctx.weight, ctx.norm, ctx.consumes, *_ = inputs
-        ctx.save_for_backward(x)
+        x, ctx.weight, ctx.norm, ctx.consumes, _, trained = inputs
+        ctx.packs = trained and ctx.consumes and ctx.norm is not None and ctx.norm.packs
+        if ctx.packs:
+            from arbcli.kernels.norm.pack_gates import pack_gates
+
+            ctx.save_for_backward(*pack_gates(x))
+        else:
+            ctx.save_for_backward(x)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        x = PackedGates(*ctx.saved_tensors) if ctx.packs else ctx.saved_tensors[0].detach()
         grad_x = ctx.weight.product_backward(
-            grad_y, x.detach(), ctx.norm, ctx.needs_input_grad[0], overwrite=ctx.consumes
+            grad_y, x, ctx.norm, ctx.needs_input_grad[0], overwrite=ctx.consumes
         )
         return grad_x, None, None, None, None, None
 
@@ -239,27 +247,6 @@ class _LinearOfSum(Function):
         (total,) = ctx.saved_tensors
         grad = ctx.weight.product_backward(grad_y, total, ctx.norm, True, other_grad=grad_total)
         return grad, grad, None, None, None
-
-
-class _LinearOfGates(Function):
-    """y = norm(x) @ w.T of gate and up, which are packed for the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, weight: LinearWeight, norm: TernaryGate
-    ) -> Tensor:
-        from arbcli.kernels.norm.pack_gates import pack_gates
-
-        ctx.weight, ctx.norm = weight, norm
-        y = weight.multiply(x, norm)
-        ctx.save_for_backward(*pack_gates(x))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        gates = PackedGates(*ctx.saved_tensors)
-        grad = ctx.weight.product_backward(grad_y, gates, ctx.norm, True, overwrite=True)
-        return grad, None, None, None
 
 
 class TernaryLinear(DecodingLayer):
@@ -332,21 +319,15 @@ class TernaryLinear(DecodingLayer):
             return self(x, norm), x
         rows = x.reshape(-1, x.shape[-1])
         if added is None:
-            packs = consumes and isinstance(norm, TernaryGate) and norm.packs
-            if packs and torch.is_grad_enabled():
-                self.weight.await_backward()
-                y = _LinearOfGates.apply(rows, anchor(x), self.weight, norm)
-            else:
-                y = _linear(rows, self.weight, norm, consumes and not compiled)
-        else:
-            if torch.is_grad_enabled():
-                self.weight.await_backward()
-                if norm:
-                    norm.await_backward()
-            parts = rows, added.reshape(rows.shape), anchor(x)
-            y, total = _LinearOfSum.apply(*parts, self.weight, norm)
-            return y.view(*x.shape[:-1], -1), total.view(x.shape)
-        return y.view(*x.shape[:-1], -1)
+            y = _linear(rows, self.weight, norm, consumes and not compiled)
+            return y.view(*x.shape[:-1], -1)
+        if torch.is_grad_enabled():
+            self.weight.await_backward()
+            if norm:
+                norm.await_backward()
+        parts = rows, added.reshape(rows.shape), anchor(x)
+        y, total = _LinearOfSum.apply(*parts, self.weight, norm)
+        return y.view(*x.shape[:-1], -1), total.view(x.shape)
 
     @property
     def takes_parts(self) -> bool:

@@ -68,6 +68,8 @@ class TernaryRMSNorm(Findable):
 
     trained = False
     """Whether the norm has trained weights, which need a backward."""
+    packs = False
+    """Whether the inputs of a gate are packed for the backward pass: see `PackedGates`."""
 
     def await_backward(self) -> None:
         """Do nothing; norms with trained weights register the use."""
@@ -89,9 +91,6 @@ class TernaryGate(TernaryRMSNorm):
     Without `normalise` there are no norm and no weights. The linear layer after the gate runs it
     and its backward.
     """
-
-    packs = False
-    """Whether gate and up are packed for the backward pass."""
 
     def __init__(self, dim: int, spec: LayerSpec, *, normalise: bool) -> None:
         Findable.__init__(self)
