@@ -95,17 +95,16 @@ class LanguageModel(PackedModel):
         self.ahead = build_part(config.ahead, outermost) if config.ahead else None
         self.num_branches = 0
         """Number of mixers and channel mixers of all blocks."""
-        for stack in self._forward_stacks():
+        for stack in self.stacks():
             stack.first_branch = self.num_branches
             self.num_branches += stack.num_branches
         if memories is None:
             decodes_whole = isinstance(self.head, TernaryLinear) and not self.scores_in_chunks
             follows = decodes_whole and not self.ahead and not config.outer
             head = self.head.weight if follows else None
-            decode_in_groups(self.blocks.weights_of_blocks(), head, across=not recompute)
-            *stacks_of_stages, _ = self.stacks()
-            for stack in stacks_of_stages:
-                decode_in_groups(stack.weights_of_blocks(), None, across=not recompute)
+            for stack in self.stacks():
+                after = head if stack is self.blocks else None
+                decode_in_groups(stack.weights_of_blocks(), after, across=not recompute)
         self._gauged_parts: list[Any] | None = None
         """Parts with `gauges`; None before they are first read."""
 
@@ -354,15 +353,10 @@ class LanguageModel(PackedModel):
             return self.head(hidden.x, self.norm)
         return self.head(hidden.x, self.norm, hidden.added)[0]
 
-    def _forward_stacks(self) -> list[Stack]:
+    def stacks(self) -> list[Stack]:
         """Return the stacks of blocks in the order of a forward."""
         before = [stage.encoder for stage in self.stages]
         return [*before, self.blocks, *[stage.decoder for stage in reversed(self.stages)]]
-
-    def stacks(self) -> list[Stack]:
-        """Return the stacks of blocks: those of the stages, outermost first, and the innermost."""
-        outer = [stack for stage in self.stages for stack in (stage.encoder, stage.decoder)]
-        return [*outer, self.blocks]
 
     def finish_step(self) -> None:
         """Update the parts that learn without gradients, after a step; does not synchronise."""
