@@ -118,14 +118,12 @@ class Attention(CachedAttention):
         batch, length, _ = x.shape
         if self.fits_kernels:
             qkv = qkv.view(batch, length, 3, self.heads, self.width)
-        if self.fits_kernels and state is not None and length == 1 and state.fuses:
+        if state is None:
+            y = self._attend(qkv, reading or BlockInputs())
+        elif self.fits_kernels and length == 1 and state.fuses:
             y = state.attend_one(qkv)
         else:
-            y = (
-                self._attend_after(state, qkv)
-                if state
-                else self._attend(qkv, reading or BlockInputs())
-            )
+            y = self._attend_after(state, qkv)
         y = y.transpose(1, 2).reshape(batch, length, -1)
         return BlockOutput(x, self._biased(self.output(y, self.sub_norm)))
 
