@@ -121,10 +121,10 @@ class Cache:
         history = torch.where(self.position.view(-1, 1) == 0, -1, self.history)
         text = torch.cat((history, ids), dim=1)
         yield text
-        self.history.copy_(self._updated_history(text[:, ids.shape[1] :]))
-
-    def _updated_history(self, history: Tensor) -> Tensor:
-        return history
+        latest, active = text[:, ids.shape[1] :], self.tracks[0].clock.active
+        if active is not None:
+            latest = torch.where(active[:, None] > 0, latest, self.history)
+        self.history.copy_(latest)
 
 
 class BatchCache(Cache):
@@ -172,11 +172,6 @@ class BatchCache(Cache):
             raise ValueError(f"a batch of texts is read one byte at a time, got {ids.shape[1]}")
         with super().reading(ids) as text:
             yield text
-
-    def _updated_history(self, history: Tensor) -> Tensor:
-        if self.history is None:
-            return history
-        return torch.where(self.active[:, None] > 0, history, self.history)
 
 
 class TextCache(Cache):
