@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from arbcli.model.layers.gained_norm import GainedRMSNorm
-from arbcli.model.layers.norm import PackedGates
 
 SMALLEST = 1e-5
 """Least magnitude of a row's largest number, and least scale of weights."""
@@ -38,14 +37,9 @@ class RoundedRMSNorm(GainedRMSNorm):
         return total, round_rows(y)
 
     def backward(
-        self,
-        grad_y: Tensor,
-        x: Tensor | PackedGates,
-        other_grad: Tensor | None = None,
-        overwrite: bool = False,
+        self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Compute the gradient of x plus `other_grad`, and the rounded output: (M, D) each."""
-        assert isinstance(x, Tensor), "gates of BitNet are not packed"
         grad_x, y = super().backward(grad_y, x, other_grad)
         return grad_x, round_rows(y)
 
@@ -60,14 +54,9 @@ class RoundedGate(RoundedRMSNorm):
         return super().forward(gate.relu().square_().mul_(up))
 
     def backward(
-        self,
-        grad_y: Tensor,
-        x: Tensor | PackedGates,
-        other_grad: Tensor | None = None,
-        overwrite: bool = False,
+        self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Compute the gradient of gate and up, (M, 2 D), and recompute the output, (M, D)."""
-        assert isinstance(x, Tensor), "gates of BitNet are not packed"
         gate, up = x.chunk(2, dim=-1)
         gate = gate.relu()
         squares = gate.square()
