@@ -127,16 +127,12 @@ def webp_size(content: BoundedFile) -> tuple[int, int] | None:
 
 def _allow(content: BoundedFile, size: tuple[int, int], path: Path) -> None:
     """Permit the decoder to read as many bytes as the pixels need, unless there are too many."""
-    _check(size, path)
-    content.allow(WIDEST_PIXEL * size[0] * size[1])
-
-
-def _check(size: tuple[int, int], path: Path) -> None:
     if size[0] * size[1] > MOST_PIXELS or max(size) > MOST_SIDE:
         raise ArbError(
             f"`{path}` has {size[0]:,} x {size[1]:,} pixels, and at most {MOST_PIXELS:,} are read",
             SCALED,
         )
+    content.allow(WIDEST_PIXEL * size[0] * size[1])
 
 
 def _rows(pixels: "np.ndarray") -> bytes:
