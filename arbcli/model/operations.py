@@ -19,12 +19,7 @@ def step_operations(config: ModelConfig) -> int:
 
 
 def forward_operations(config: ModelConfig) -> int:
-    """Return the operations of a forward pass over a window of `ctx` bytes."""
-    return OPERATIONS_PER_PRODUCT * round(_products(config))
-
-
-def _products(config: ModelConfig) -> float:
-    """Return the multiplications in matrix products of a forward over a window of `ctx` bytes.
+    """Return the operations of a forward pass over a window of `ctx` bytes.
 
     Inner stages are counted at the target length of chunks.
     """
@@ -32,7 +27,7 @@ def _products(config: ModelConfig) -> float:
     spec = config.layer_spec()
     ends = [part.products(spec, config.ctx) for part in (*config.beside, *config.head_parts)]
     plain = 0 if config.composite else config.vocabulary * spec.dim
-    return products + config.ctx * (sum(ends) + plain)
+    return OPERATIONS_PER_PRODUCT * round(products + config.ctx * (sum(ends) + plain))
 
 
 def _stage_products(config: ModelConfig, index: int, positions: float) -> float:
