@@ -7,7 +7,6 @@ from arbcli.config.model import ModelConfig, gates_to_pack
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import TernaryGate
 from arbcli.model.layers.products import FORMATS, LowPrecision
-from arbcli.model.stack import Stack
 
 
 def build_model(
@@ -38,9 +37,11 @@ def build_model(
     """
     model = LanguageModel(config, compute_dtype, recompute=recompute)
     if pack:
-        for stack in model.modules():
-            if isinstance(stack, Stack):
-                _pack_gates(stack)
+        for stack in model.stacks():
+            for index in gates_to_pack(stack.configs):
+                gate = stack[index].get_submodule("mlp.sub_norm")
+                assert isinstance(gate, TernaryGate), "float baselines do not pack gates"
+                gate.packs = True
     if number_format in FORMATS:
         parts = [part for part in model.modules() if isinstance(part, LowPrecision)]
         if sum(part.multiply_in(number_format) for part in parts) == 0:
@@ -54,10 +55,3 @@ def build_model(
     if seed is not None and model.device.type != "meta":
         model.initialise(seed)
     return model
-
-
-def _pack_gates(stack: Stack) -> None:
-    for index in gates_to_pack(stack.configs):
-        gate = stack[index].get_submodule("mlp.sub_norm")
-        assert isinstance(gate, TernaryGate), "float baselines do not pack gates"
-        gate.packs = True
