@@ -49,7 +49,7 @@ class Memories(nn.Module):
             self.register_module(name, book)
         self.moe_graph = None
         if config and config.iterated:
-            width = config.codebook.width if config.codebook else None
+            width = config.codebook.width if config.codebook else 0
             self.moe_graph = MoEGraph(config.iterated, config.iterated.own_spec(between), width)
         self.router = Router(2 + len(books), spec) if router else None
 

@@ -63,7 +63,7 @@ class MoEGraph(nn.Module):
     Args:
         config: configuration of iterations, experts and graph.
         spec: storage settings and width of the stage.
-        code_width: width of a row of the codebook whose codes are the nodes; None without a graph.
+        code_width: width of a row of the codebook whose codes are the nodes; 0 without one.
     """
 
     draws = (
@@ -71,7 +71,7 @@ class MoEGraph(nn.Module):
         "message_norm", "message", "edge_query", "edge_scale",
     )  # fmt: skip
 
-    def __init__(self, config: IteratedConfig, spec: LayerSpec, code_width: int | None) -> None:
+    def __init__(self, config: IteratedConfig, spec: LayerSpec, code_width: int) -> None:
         super().__init__()
         self.config, area, layers = config, "moe_graph", layers_for(spec)
         width = config.expert_dim if config.experts else 0
@@ -89,15 +89,13 @@ class MoEGraph(nn.Module):
             layers.output(config.adapter_rank, spec, area=area) for _ in range(config.iterations)
         )
         if config.edges:
-            if code_width is None:
-                raise ValueError("a graph of codes needs the width of a codebook")
             self.edges = Edges(config.edges)
             self.message_norm = layers.norm(code_width, spec)
             self.message = layers.output(code_width, spec, area=area)
         self.edge_query = self.edge_scale = None
-        if config.graph_gate and code_width is not None:
+        if config.graph_gate:
             self.edge_query = layers.linear(query, code_width, spec, area=area)
-        if config.graph_adapters and code_width is not None:
+        if config.graph_adapters:
             self.edge_scale = layers.linear(config.adapter_rank, code_width, spec, area=area)
 
     def forward(
