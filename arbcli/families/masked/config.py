@@ -17,12 +17,10 @@ def check_masked(model: ModelConfig) -> None:
         for _, part in model.specs_and_parts()
         if part.causal or part.reads_text
     }
-    for name, is_there, why in (
-        ("chunks", bool(model.outer), "one ends where the next begins"),
-        ("`tied`", model.tied, "the head has no row for the symbol of a hidden byte"),
-    ):
-        if is_there:
-            reasons[name] = why
+    if model.outer:
+        reasons["chunks"] = "one ends where the next begins"
+    if model.tied:
+        reasons["`tied`"] = "the head has no row for the symbol of a hidden byte"
     for name, reason in reasons.items():
         raise ArbError(
             f"`objective` is `masked`, and the model has {name}: {reason}",
