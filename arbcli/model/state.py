@@ -59,7 +59,7 @@ class PositionCounter:
         self.length, self.start = 0, 0
         """While positions are read: their number, and the first one's index if there are several.
         """
-        self._kept: dict[Any, Any] = {}
+        self._semaphores: dict[int, Tensor] = {}
         self._here: dict[Any, Any] = {}
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -76,14 +76,20 @@ class PositionCounter:
         """Lower the maximum number of positions that can be read at once to `window`."""
         self.window = min(self.window, window)
 
-    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the object of a key that states share, created by `make` at first use."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+    def semaphores(self, heads: int) -> Tensor:
+        """Return the semaphores of kernels, (heads,) int32 zeros between launches.
+
+        States share them.
+        """
+        if heads not in self._semaphores:
+            self._semaphores[heads] = self.zeros(heads, dtype=torch.int32)
+        return self._semaphores[heads]
 
     def here(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return a shared object like `kept`, discarded after the positions being read."""
+        """Return the object of a key that states share while positions are read.
+
+        It is created by `make` at first use, and discarded after these positions.
+        """
         if key not in self._here:
             self._here[key] = make()
         return self._here[key]

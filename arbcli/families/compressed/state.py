@@ -58,9 +58,7 @@ class CompressedState(State):
         """Zero beta of mean pooling, else None."""
         if layer.beta is None:
             self.no_beta = layer.gate_bias(device)
-        self.semaphores = clock.kept(
-            ("semaphores", layer.heads), lambda: clock.zeros(layer.heads, dtype=torch.int32)
-        )
+        self.semaphores = clock.semaphores(layer.heads)
         self.recent = Rows(clock, min(self.window, positions), *vector, layer.rotated)
         slots = min(self.max_entries, positions // self.ratio) + 1
         self.entries = Rows(clock, slots, *vector, layer.rotated)

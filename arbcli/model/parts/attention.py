@@ -278,9 +278,7 @@ class KVCache(State):
         ring = clock, self.window, heads, width
         self.keys = Rows(*ring, rotated, heads_first=True, exponents=key_exponents)
         self.values = Rows(*ring, heads_first=True, exponents=value_exponents)
-        self.semaphores = clock.kept(
-            ("semaphores", heads), lambda: clock.zeros(heads, dtype=torch.int32)
-        )
+        self.semaphores = clock.semaphores(heads)
 
     _new: Tensor | None = None
 
