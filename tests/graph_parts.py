@@ -21,8 +21,6 @@ SHAPE = {
     "moe": True, "graph": True,
 }  # fmt: skip
 """Two groups of scales where a row has 36, 40, 44 or 48 weights."""
-STD = 0.3
-"""Standard deviation of weights, large enough that choices differ between positions."""
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 """For float32: products of other shapes may add in another order, and processors differ in that."""
 
@@ -40,7 +38,7 @@ def initialised(part: torch.nn.Module) -> torch.nn.Module:
     """Set the weights of a part that is not a whole model."""
     tensors = [tensor for tensor in part.modules() if isinstance(tensor, TernaryTensor)]
     for index, tensor in enumerate(tensors):
-        tensor.std = STD
+        tensor.std = 0.3  # large enough that choices differ between positions
         tensor.spread = 1.0  # tables too: rows of zeros would hide a lot
         tensor.initialise(seed=0, index=index)
     return part
