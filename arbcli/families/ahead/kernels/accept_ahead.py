@@ -14,7 +14,7 @@ from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 MOST_AHEAD = 8
-"""Maximum number of bytes per check."""
+"""Maximum number of bytes that are attended or checked at once."""
 
 
 def _accept_ahead_torch(

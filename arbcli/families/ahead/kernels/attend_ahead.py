@@ -27,6 +27,7 @@ from typing import NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
+from arbcli.families.ahead.kernels.accept_ahead import MOST_AHEAD
 from arbcli.kernels.attention.attend_parts import (
     ALIGNED,
     MOST_PARTS,
@@ -50,9 +51,6 @@ from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import backend_of, num_processors
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-
-MOST_AHEAD = 8
-"""Maximum number of new bytes per call."""
 
 
 def slots_of(position: Tensor, rows: int, window: int) -> Tensor:
