@@ -274,7 +274,7 @@ def open_model(
         The model, the path of its checkpoint, its device and the backend.
 
     Raises:
-        ArbError: there is no checkpoint, it is damaged, or an option is not available here.
+        ArbError: the checkpoint is missing or damaged, or this machine lacks the device or backend.
     """
     from arbcli.generation.load import load_named_model  # torch takes seconds to import
     from arbcli.kernels.runtime.device import resolve_backend, resolve_device

@@ -42,7 +42,7 @@ class Storages(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.alive: dict[int, Any] = {}
-        """What `on_alloc` returned for each counted storage that is alive, by its id."""
+        """Results of `on_alloc` for counted storages that are alive, by id of the storage."""
         self._references: dict[int, weakref.ref] = {}
 
     @classmethod

@@ -9,16 +9,19 @@ from benchmarks.results import load
 from benchmarks.tables.cells import markdown, measured, number, source
 from benchmarks.tables.rows import Row, Runs, Tables, only, rows_of
 
+LEFT_TO_LOG = "=factored"
+"""Options whose losses are in the log alone: factored steps of the embedding and the head."""
+
 
 def seeds_of(rows: Sequence[Row]) -> list[tuple[list[Row], str]]:
     """Group rows by options and steps: rows in order of seeds, and their losses as a cell.
 
-    The group with the lowest mean loss comes first. Factored embeddings are left to the log.
+    The group with the lowest mean loss comes first.
     """
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
         groups.setdefault((row["options"], row["steps"]), []).append(row)
-    shown = [group for (options, _), group in groups.items() if "=factored" not in options]
+    shown = [group for (options, _), group in groups.items() if LEFT_TO_LOG not in options]
     ordered = sorted(shown, key=lambda group: mean(row["held_out_nats"] for row in group))
     return [(group, ", ".join(f"{row['held_out_nats']:.4f}" for row in group)) for group in ordered]
 

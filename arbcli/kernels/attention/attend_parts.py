@@ -137,23 +137,6 @@ def _attend_parts_torch(
 
 
 @triton.jit
-def sum_across(values, FROM: tl.constexpr, TO: tl.constexpr, PTX: tl.constexpr):
-    """Sum each tensor of a tuple over the threads whose numbers differ in bits FROM to TO - 1.
-
-    All of them have the same sum, to the last bit.
-    """
-    for bit in tl.static_range(5):
-        if 1 << bit >= FROM and 1 << bit < TO:
-            others, sums = (), ()
-            for i in tl.static_range(len(values)):  # issue all before the first use
-                others = others + (ptx.shuffle_xor(values[i], 1 << bit, PTX),)  # noqa: RUF005
-            for i in tl.static_range(len(values)):
-                sums = sums + (values[i] + others[i],)  # noqa: RUF005
-            values = sums
-    return values
-
-
-@triton.jit
 def _angles(pointer, PTX: tl.constexpr):
     """Load eight float32 per thread."""
     angles = ()
@@ -176,7 +159,7 @@ def rotate(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
     square = x[0] * x[0]
     for i in tl.static_range(1, 8):
         square += x[i] * x[i]
-    squares = sum_across((square,), 1, LANES, PTX)
+    squares = ptx.sum_across((square,), 1, LANES, PTX)
     r = tl.rsqrt(squares[0] / WIDTH + eps)
     # the partner of an element is in the other half, LANES / 2 threads away
     for i in tl.static_range(4):
@@ -203,7 +186,7 @@ def products(k, q):
 def begin_sums(q, k_words, v_words, adds, scale, LANES: tl.constexpr, PTX: tl.constexpr):
     """Compute the weight of a new byte and its weighted value, in the threads that add it."""
     v, sums = ptx.unpair_four(v_words), ()
-    scores = sum_across((products(ptx.unpair_four(k_words), q),), 1, LANES, PTX)
+    scores = ptx.sum_across((products(ptx.unpair_four(k_words), q),), 1, LANES, PTX)
     total = tl.where(adds, tl.exp(scores[0] * scale), 0.0)
     for i in tl.static_range(8):
         sums = sums + (total * v[i],)  # noqa: RUF005
@@ -243,7 +226,7 @@ def add_span(
     scores = ()
     for i in tl.static_range(len(keys)):
         scores = scores + (products(_unpaired(keys[i], AGAIN, PTX), q),)  # noqa: RUF005
-    scores = sum_across(scores, 1, WIDTH // 8, PTX)
+    scores = ptx.sum_across(scores, 1, WIDTH // 8, PTX)
     # weights need no maximum: queries and keys are normalised, so scores are bounded
     for i in tl.static_range(len(keys)):
         s = mine + STRIDE * i
@@ -356,7 +339,7 @@ def _attend_parts_kernel(
 def write_sums(at, sums, total, d, lane, WIDTH: tl.constexpr, PTX: tl.constexpr):
     """Write the sums and the total of a warp to shared memory: 4 * WIDTH + 16 bytes."""
     LANES: tl.constexpr = WIDTH // 8
-    sums, totals = sum_across(sums, LANES, 32, PTX), sum_across((total,), LANES, 32, PTX)
+    sums, totals = ptx.sum_across(sums, LANES, 32, PTX), ptx.sum_across((total,), LANES, 32, PTX)
     upper, four = lane // LANES % 2 == 1, ()  # threads that hold the same sums write one half each
     for i in tl.static_range(4):
         word = tl.where(upper, sums[4 + i], sums[i]).to(tl.int32, bitcast=True)

@@ -42,7 +42,7 @@ from typing import NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.attend_parts import AttentionParts, sum_across
+from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.matmul.prepacked import (
     BLOCK,
     MOST_COLUMNS,
@@ -230,7 +230,7 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
         ptx.write_two(at, high_0, high_1, PTX)
         ptx.write_two(at + HALF, low_0, low_1, PTX)
     # the table of a block: sums and units of planes, with the factor 4**i of their codes
-    totals = sum_across(totals, 1, 4, PTX)
+    totals = ptx.sum_across(totals, 1, 4, PTX)
     for t in tl.static_range(TURNS):
         u = units[t]
         plane = u // 4 % 4

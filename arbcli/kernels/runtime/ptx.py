@@ -2,8 +2,8 @@
 
 Tensors have one element per thread. There are four kinds of functions:
 
-- shuffles, the number of a warp, and loads of 16 bytes, which the compiler does not move before
-  earlier operations, such as waiting for the kernel that writes the data;
+- shuffles, sums by them, the number of a warp, and loads of 16 bytes, which the compiler does not
+  move before earlier operations, such as waiting for the kernel that writes the data;
 - shared memory, and copies to it from global memory, per warp. `cp.async`, from compute capability
   8.0, copies without passing through registers: with ordinary loads, the data in flight would need
   more registers than there are, and the compiler would delay the loads. A warp starts copies,
@@ -69,6 +69,23 @@ def shuffle_xor(value, MASK: tl.constexpr, PTX: tl.constexpr):
             CODE, REGISTERS, [value], dtype=value.dtype, is_pure=False, pack=1
         )
     return tl.gather(value, tl.arange(0, value.shape[0]) ^ MASK, 0)
+
+
+@triton.jit
+def sum_across(values, FROM: tl.constexpr, TO: tl.constexpr, PTX: tl.constexpr):
+    """Sum each tensor of a tuple over the threads whose numbers differ in bits FROM to TO - 1.
+
+    All of them have the same sum, to the last bit.
+    """
+    for bit in tl.static_range(5):
+        if 1 << bit >= FROM and 1 << bit < TO:
+            others, sums = (), ()
+            for i in tl.static_range(len(values)):  # issue all before the first use
+                others = others + (shuffle_xor(values[i], 1 << bit, PTX),)  # noqa: RUF005
+            for i in tl.static_range(len(values)):
+                sums = sums + (values[i] + others[i],)  # noqa: RUF005
+            values = sums
+    return values
 
 
 @triton.jit
