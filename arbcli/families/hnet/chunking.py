@@ -25,7 +25,6 @@ from arbcli.families.hnet.kernels.boundary_scores import boundary_scores, bounda
 from arbcli.families.hnet.kernels.route_position import LEAST_SHARE
 from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks, smooth_chunks_backward
 from arbcli.kernels.rows.table_rows import gather_rows
-from arbcli.kernels.rows.ternary_embedding import embedding_grad
 from arbcli.model.layers.kinds import layers_for
 
 
@@ -164,7 +163,8 @@ def spread_chunks(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
     Returns:
         (B, T, D) in the dtype of x.
     """
-    return (x + s[_sequences(owner), owner]).to(x.dtype)
+    # `out` rounds the float32 sum without storing it
+    return torch.add(x, _rows_of(s, owner), out=torch.empty_like(x))
 
 
 def spread_chunks_backward(grad_y: Tensor, s: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,14 +174,26 @@ def spread_chunks_backward(grad_y: Tensor, s: Tensor, owner: Tensor) -> tuple[Te
         float32 gradients of s, (B, C, D), and, for a straight-through estimator, of a factor of 1
         of the chunk's vector at each position, (B, T).
     """
-    rows = _sequences(owner)
-    indices = (owner + rows * s.shape[1]).flatten()
-    grad_s = embedding_grad(grad_y.flatten(0, 1), indices, s.shape[0] * s.shape[1])
-    return grad_s.view(s.shape), (grad_y * s[rows, owner]).sum(dim=2)
+    total, indices = s.shape[0] * s.shape[1], _row_indices(owner, s.shape[1])
+    rows = grad_y.float().flatten(0, 1)
+    if rows.is_cuda:  # where `index_add_` sums in any order; positions are in order of chunks
+        offsets = torch.searchsorted(indices, torch.arange(total + 1, device=s.device))
+        grad_s = torch.segment_reduce(rows, "sum", offsets=offsets, unsafe=True, initial=0)
+    else:
+        grad_s = s.new_zeros(total, s.shape[2]).index_add_(0, indices, rows)
+    return grad_s.view(s.shape), _rows_of(s, owner).mul_(grad_y).sum(dim=2)
 
 
-def _sequences(owner: Tensor) -> Tensor:
-    return torch.arange(len(owner), device=owner.device)[:, None]
+def _rows_of(s: Tensor, owner: Tensor) -> Tensor:
+    """Copy the vector of each position's chunk: (B, T, D) float32."""
+    rows = s.flatten(0, 1).index_select(0, _row_indices(owner, s.shape[1]))
+    return rows.view(*owner.shape, s.shape[2])
+
+
+def _row_indices(owner: Tensor, capacity: int) -> Tensor:
+    """Number the chunks of all sequences: (B T,) int64 row of each position's chunk."""
+    sequences = torch.arange(len(owner), device=owner.device)[:, None]
+    return (owner + sequences * capacity).flatten()
 
 
 def share_of(p: Tensor) -> Tensor:
