@@ -65,16 +65,21 @@ def _read_into(model: nn.Module, folder: Path) -> None:
     """Copy the tensors of a folder to those of a model, one at a time."""
     from safetensors import safe_open
 
-    state = model.state_dict()
+    state = model.state_dict(keep_vars=True)
+    read = set()
     for path in sorted(folder.glob("*.safetensors")):
         with library_errors(f"`{path}` cannot be read", ALTERED), safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # not a dictionary
                 tensor = file.get_tensor(name)
                 if name not in state or state[name].shape != tensor.shape:
                     raise ArbError(f"`{path}`: `{name}` does not fit the model", ALTERED)
-                state.pop(name).copy_(tensor)
-    if state:
-        raise ArbError(f"`{folder}` has no `{next(iter(state))}`", ALTERED)
+                part = state.pop(name)
+                part.detach().copy_(tensor)
+                read.add(id(part))
+    # tied floats are saved by one of their names
+    missing = [name for name, part in state.items() if id(part) not in read]
+    if missing:
+        raise ArbError(f"`{folder}` has no `{missing[0]}`", ALTERED)
 
 
 def float_state_dict(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
