@@ -6,15 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from arbcli.base.environment import set_environment
 from arbcli.base.errors import ArbError, quoted
 from arbcli.model.rules import LR_OF_TUNING
-from arbcli.nn.layers import hold, is_transposed, role, take_class
+from arbcli.nn.layers import hold, is_transposed, role, take_class, unsupported
 from arbcli.nn.optimizer import IntegerOptimizer, check_numbers
 from arbcli.nn.storage import Storage, new_fused, new_packed
-from arbcli.nn.weights import DTYPES, Anchored, MatrixRows
+from arbcli.nn.weights import Anchored, MatrixRows
 
 MARK = "quantization_config"
 """Field of a configuration of Transformers that has the settings of integers in `KEY`. Without a
@@ -267,26 +266,9 @@ def _in_containers(model: nn.Module) -> set[int]:
 def _problem(uses: list[_Use], kept: set[int]) -> str | None:
     """Return why a parameter cannot be converted; None if it can."""
     value = uses[0].value
-    if nn.parameter.is_lazy(value) or value.is_meta:
-        return "it has no values yet"
-    if value.dtype not in DTYPES:
-        return f"it is {str(value.dtype).removeprefix('torch.')}, and not bfloat16 or float32"
-    if value.layout != torch.strided:
-        return "it is sparse"
-    if not value.isfinite().all():
-        return "it has a number that is not finite"
     for use in uses:
-        module = use.module
-        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-            return f"{type(module).__name__} reads its weights in a kernel of its own"
-        if isinstance(module, parametrize.ParametrizationList):
-            return "it is parametrized"
-        if isinstance(module, torch.jit.ScriptModule):
-            return "its module is compiled by `torch.jit`"
-        if isinstance(module, nn.Embedding) and (
-            module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-        ):
-            return "its embedding has `max_norm`, `scale_grad_by_freq` or `sparse`"
+        if problem := unsupported(use.module, value):
+            return problem
     if id(value) in kept:
         return "a list or dictionary of a module has it too, and would keep its floats"
     if len({is_transposed(use.module, use.name) for use in uses}) > 1:

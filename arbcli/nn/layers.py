@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from arbcli.base.errors import ArbError
 from arbcli.nn.storage import DEFAULT, Storage, new_packed
-from arbcli.nn.weights import Anchored, ExpertStack, Matrix, MatrixRows, Symbols, look_up
+from arbcli.nn.weights import DTYPES, Anchored, ExpertStack, Matrix, MatrixRows, Symbols, look_up
 
 SUFFIX = "_packed"
 """End of the name of a packed tensor in its module, after the name of the parameter."""
@@ -54,7 +55,11 @@ class IntegerModule(nn.Module):
 
     @classmethod
     def from_float(cls, module: Any, storage: Storage = DEFAULT) -> Any:
-        """Round a float module to a new one with integers."""
+        """Round a float module to a new one with integers.
+
+        Raises:
+            ArbError: it has no parameters of its own, or one cannot be integers.
+        """
         return pack(copy.deepcopy(module), storage)
 
     def to_float(self) -> Any:
@@ -348,13 +353,51 @@ def take_class(module: nn.Module, experts: bool) -> None:
         module.__class__ = integer_class(kind, tuple(sorted(module.__dict__["_packed"])), experts)
 
 
+def unsupported(module: nn.Module, value: nn.Parameter) -> str | None:
+    """Return why a parameter of a module cannot be integers; None if it can."""
+    if nn.parameter.is_lazy(value) or value.is_meta:
+        return "it has no values yet"
+    if value.dtype not in DTYPES:
+        return f"it is {str(value.dtype).removeprefix('torch.')}, and not bfloat16 or float32"
+    if value.layout != torch.strided:
+        return "it is sparse"
+    if not value.isfinite().all():
+        return "it has a number that is not finite"
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return f"{type(module).__name__} reads its weights in a kernel of its own"
+    if isinstance(module, parametrize.ParametrizationList):
+        return "it is parametrized"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "its module is compiled by `torch.jit`"
+    tables = nn.Embedding | nn.EmbeddingBag
+    if isinstance(module, tables) and (
+        module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    ):
+        return "its embedding has `max_norm`, `scale_grad_by_freq` or `sparse`"
+    return None
+
+
 def pack(module: Any, storage: Storage) -> Any:
-    """Round all parameters of a module, but not of its children, to integers, in place."""
+    """Round all parameters of a module, but not of its children, to integers, in place.
+
+    Raises:
+        ArbError: there are none, or one cannot be integers.
+    """
+    values = {name: value for name, value in module._parameters.items() if value is not None}
+    if not values:
+        raise ArbError(
+            f"`{type(module).__name__}` has no float weights of its own",
+            "`arbcli.to_integers` converts the modules in it",
+        )
+    for name, value in values.items():
+        if problem := unsupported(module, value):
+            raise ArbError(
+                f"`{name}` cannot be converted to integers: {problem}",
+                "leave the module in floats, or change it first",
+            )
     experts = are_experts(module)
-    roles_of = {name: frozenset({role(module, name)}) for name in module._parameters}
-    for name, value in [*module._parameters.items()]:
-        if value is None:
-            continue
+    roles_of = {name: frozenset({role(module, name)}) for name in values}
+    for name, value in values.items():
         roles = roles_of[name]
         dim = value.shape[-1] if value.ndim else 1
         packed = new_packed(value, roles, storage, dim=dim, transposed=is_transposed(module, name))

@@ -90,7 +90,6 @@ def new_packed(
     Returns:
         The tensor, on the device of the parameter.
     """
-    kinds.check_dtype(value.dtype)
     spec = storage.layer_spec(dim)
     shape = value.shape[::-1] if transposed else value.shape
     packed: kinds.Anchored

@@ -238,17 +238,21 @@ def test_dtype_changes_what_weights_are_decoded_to():
 
 def test_wrong_uses_are_refused():
     layer, x = integers.Linear(16, 8), torch.randn(4, 16, requires_grad=True)
-    with pytest.raises(ArbError, match="no second derivatives"):
-        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    for record in (
-        lambda: torch.jit.trace(layer, x),
-        lambda: torch.export.export(layer, (x,)),
-        lambda: torch.func.vmap(layer)(x),
+    for refused, message in (
+        (
+            lambda: torch.autograd.grad(layer(x).square().sum(), x, create_graph=True),
+            "no second derivatives",
+        ),
+        (lambda: torch.jit.trace(layer, x), "cannot be traced"),
+        (lambda: torch.export.export(layer, (x,)), "cannot be traced"),
+        (lambda: torch.func.vmap(layer)(x), "cannot be traced"),
+        (lambda: integers.Embedding(16, 8)(torch.tensor([1.5])), r"ids are torch\.float32"),
+        (lambda: integers.Embedding(16, 8, max_norm=1.0), "has `max_norm`"),
+        (lambda: integers.Vector(torch.tensor([torch.nan])), "not finite"),
+        (lambda: integers.Linear.from_float(nn.Sequential(layer)), "no float weights of its own"),
     ):
-        with pytest.raises(ArbError, match="cannot be traced"):
-            record()
-    with pytest.raises(ArbError, match=r"ids are torch\.float32"):
-        integers.Embedding(16, 8)(torch.tensor([1.5]))
+        with pytest.raises(ArbError, match=message):
+            refused()
     for name, value in (
         ("weight", nn.Parameter(torch.zeros(8, 16))),
         ("weight", torch.zeros(8, 16)),
