@@ -55,7 +55,7 @@ def configure(**settings: Any) -> "TrainConfig":
 
     Args:
         settings: options of `arb train` as keywords, with `_` for `-`: `preset`, `data`, `steps`,
-            `lr`, `device`. `data` and `val` are lists of paths.
+            `lr`, `device`. `data` and `val` are paths, or lists of these.
 
     Raises:
         ArbError: settings are incompatible with each other or with this machine.
@@ -210,9 +210,10 @@ def generate(
     if isinstance(prompt, bytes | str):
         if batch is not None:
             raise ArbError("`batch` is for a list of prompts", "give a list, or leave it out")
+        request = Request(prompt=_bytes(prompt), length=length, sampling=sampling)
         with deterministic():
             parts = generation.generate(
-                model, _bytes(prompt), length, sampling, kv=kv, ahead=1 if ahead is None else ahead
+                model, request.prompt, length, sampling, kv=kv, ahead=1 if ahead is None else ahead
             )
             return b"".join(parts)
     if ahead is not None:
@@ -232,7 +233,7 @@ def _bytes(prompt: bytes | str) -> bytes:
 
 def evaluate(
     model: "LanguageModel",
-    data: Sequence[str],
+    data: Path | str | Sequence[Path | str],
     *,
     field: str | None = None,
     data_format: str | None = None,
@@ -244,7 +245,7 @@ def evaluate(
 
     Args:
         model: from `load`.
-        data: files, folders or globs, concatenated to one text.
+        data: a file, folder or glob, or several, concatenated to one text.
         field: name of the text field in JSON and similar records.
         data_format: format of `.bin` files, as in `configure`.
         stride: bytes between the starts of two windows; None is half the context.
@@ -252,7 +253,7 @@ def evaluate(
         kv: dtype to which keys and values are rounded, as in `generate`.
 
     Raises:
-        ArbError: the text cannot be read or is too short, or the stride is out of range.
+        ArbError: the text cannot be read or is too short, or a number is out of range.
     """
     from arbcli.data.files import Conversion, has_documents
     from arbcli.data.opening import open_text
@@ -262,7 +263,8 @@ def evaluate(
     if has_documents(field):
         raise ValueError(f"`field` is {field!r}, and documents need a path to the model's template")
     backend = default_backend(model.device)
-    text, name = open_text(data, Conversion(field, data_format=data_format))
+    entries = [data] if isinstance(data, Path | str) else data
+    text, name = open_text([*map(str, entries)], Conversion(field, data_format=data_format))
     return evaluation.evaluate(
         model, "", text, name, stride=stride, batch=batch, backend=backend, kv=kv
     )

@@ -40,7 +40,6 @@ def test_model_takes_any_integers_and_refuses_other_ids_in_a_sentence(finished_r
             model(wrong)
     dense = arbcli.dense_weights(model)
     assert dense.keys() == model.weights().keys()
-    assert dense["head.weight"].dtype == torch.float32
     assert torch.equal(dense["head.weight"], model.weights()["head.weight"].weight(torch.float32))
 
 
@@ -71,20 +70,27 @@ def test_texts_are_made_in_deterministic_mode(monkeypatch):
     assert arbcli.generate("model", "a", 5) == b""
     assert arbcli.generate("model", [], 5) == []
     assert modes == [2, 2]
-    with pytest.raises(ArbError, match="`batch` is for a list of prompts"):
-        arbcli.generate("model", "a", 5, batch=1)
-    with pytest.raises(ArbError, match="`ahead` is for a single prompt"):
-        arbcli.generate("model", ["a"], 5, ahead=2)
-    with pytest.raises(ArbError, match=r"`ahead` is 2\.5"):
-        arbcli.generate("model", "a", 5, ahead=2.5)
 
 
 def test_options_reach_the_evaluation_and_the_generation(finished_run, text):
     model = arbcli.load(finished_run, device="cpu", compute="bf16")
-    report = arbcli.evaluate(model, [text], stride=12, batch=64, kv="int8")
+    report = arbcli.evaluate(model, text, stride=12, batch=64, kv="int8")
     assert (report.stride, report.kv) == (12, "int8")
     generate = partial(arbcli.generate, model, "It was", 9)
     likeliest = generate(temperature=0)
     for choice in ({"top_k": 1}, {"top_p": 1e-9}):
         assert generate(temperature=9, **choice) == likeliest
     assert len({likeliest, generate(temperature=9), generate(temperature=9, seed=1)}) == 3
+    for refused, message in (
+        (partial(arbcli.evaluate, model, text, batch=0), "`batch` is 0"),
+        (partial(arbcli.evaluate, model, text, kv="int4"), "`kv` is `int4`"),
+        (partial(generate, kv="int8-keys"), "`kv` is `int8-keys`"),
+        (partial(generate, batch=1), "`batch` is for a list of prompts"),
+        (partial(generate, ahead=2.5), r"`ahead` is 2\.5"),
+        (partial(arbcli.generate, model, ["a"], 5, ahead=2), "`ahead` is for a single prompt"),
+        (partial(arbcli.generate, model, "a", -1), "`length` is -1"),
+        (partial(arbcli.configure, no_sub_norms=True), "no setting is named `no_sub_norms`"),
+    ):
+        with pytest.raises(ArbError, match=message):
+            refused()
+    assert arbcli.configure(**SMALL, data=text, val=str(text)).data == (str(text),)

@@ -20,7 +20,7 @@ from arbcli.base.output import note
 from arbcli.base.reading import LARGEST_FILE, check_regular, open_regular, parse_json
 from arbcli.commands._help import show_all
 from arbcli.config.file import read_assignments, read_model
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import CACHE_DTYPES, ModelConfig
 from arbcli.config.presets import ATTENTIONS, check_preset, config_from_dict
 from arbcli.config.settings import (
     MODEL,
@@ -128,8 +128,6 @@ def expand_model_file(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"preset": read_model(path)}
 
 
-CACHE_DTYPES = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed", "fp8-queries", "int8-queries")
-"""Choices of `--kv`."""
 REPEATED = ("--data", "--val")
 """Options that accept several values in a row, as a shell expands `*.txt` to."""
 OPTIONAL = {"--profile": "3", "--attention": "latent"}

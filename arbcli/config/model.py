@@ -38,6 +38,8 @@ OF_LAYERS = (
     "scale_type", "rule", "digits", "votes_fixes", "direction", "weights", "norm_gain", "norm_eps",
 )  # fmt: skip
 """Fields of a model that each `LayerSpec` has."""
+CACHE_DTYPES = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed", "fp8-queries", "int8-queries")
+"""Choices of `--kv`."""
 MOST_EPS = 0.01
 """Maximum of `norm_eps`."""
 EPS_KINDS = ("attention", "mlp")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbcli.base.environment import BACKENDS
@@ -637,6 +638,11 @@ def train_config(
     """
     settings = spelled_out(settings)
     shape = {n: settings.pop(n) for n in [*settings] if n not in FIELDS and n in ARGUMENTS}
+    if unknown := [name for name in settings if name not in FIELDS]:
+        raise ArbError(
+            f"no setting is named `{unknown[0]}`",
+            "docs/settings.md lists all settings; False turns one off",
+        )
     ternary = trains_ternary(preset, shape.get("weights"))
     if ternary and settings.get("optimizer") == "muon":  # a word for both kinds of weights
         direction = shape.get("direction")
@@ -679,7 +685,8 @@ def train_config(
     if ternary:
         settings.setdefault("reduce_dtype", default_sums(settings.get("accum", 1), processes))
     for name in ("data", "val", "scale_losses"):
-        settings[name] = tuple(map(str, settings.get(name, ())))
+        entries = settings.get(name, ())
+        settings[name] = tuple(map(str, [entries] if isinstance(entries, Path | str) else entries))
     for name in ("tokenizer", "teacher"):
         if settings.get(name) is not None:
             settings[name] = str(settings[name])

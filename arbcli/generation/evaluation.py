@@ -23,6 +23,7 @@ from torch import Tensor
 from arbcli.base.errors import ArbError
 from arbcli.base.lazy import imported
 from arbcli.base.run_files import TOKENIZER
+from arbcli.config.settings import check_bounds
 from arbcli.data.chats import Chats, open_documents
 from arbcli.data.text import Text, check_is_bytes, entropy
 from arbcli.data.tokens import tokenised
@@ -307,6 +308,7 @@ def evaluate(
     draws = DRAWS if draws is None else draws
     if batch is None:
         batch = min(BATCH, max(1, MOST_POSITIONS // model.config.ctx))
+    check_bounds("batch", batch)
     stride = check_stride(model.config, stride)
     check_vocabulary(model.config, model.tokenizer, "")
     documents = text if isinstance(text, Chats) else None

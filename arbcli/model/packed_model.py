@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.base.errors import ArbError
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import CACHE_DTYPES, ModelConfig
+from arbcli.config.settings import check_choice
 from arbcli.model import packed
 from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.parts.cached import CachedAttention, CacheFormat
@@ -145,8 +146,10 @@ class PackedModel(nn.Module):
                 with `-queries`, queries are quantised too.
 
         Raises:
-            ArbError: the model has no keys and values, or does not support the format.
+            ArbError: the format is unknown, the model has no keys and values, or does not support
+                it.
         """
+        check_choice("kv", kv, (*CACHE_DTYPES, None))
         if kv == "bf16" and self.compute_dtype != torch.bfloat16:
             raise ArbError(
                 "`--kv bf16` needs activations in bf16, and they are float32",

@@ -24,7 +24,7 @@ class CacheFormat(NamedTuple):
 
     @classmethod
     def named(cls, name: str | None) -> "CacheFormat":
-        """Parse a value of `--kv`: a name of `FORMATS`, with an optional suffix, or another."""
+        """Parse a value of `--kv`: a name of `FORMATS`, with an optional suffix, or `bf16`."""
         kind, _, unrounded = (name or "").partition("-")
         return cls(FORMATS.get(kind), bool(unrounded), unrounded == "queries")
 
