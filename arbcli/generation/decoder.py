@@ -134,7 +134,7 @@ class Decoder:
             self._caches: Sequence[Cache] = self.cache.texts
             self._active, self._choose = self.cache.active, choose_bytes_
             self._eager = [Phase(0, partial(model, self.last, self.cache))]
-            ones = torch.ones(texts, device=device)
+            ones = torch.ones(texts, dtype=torch.float32, device=device)
             self._slot_sampling = torch.zeros_like(ones), ones.int(), ones
         else:
             self._caches, self._active = [self.cache], torch.zeros(1, **integers)  # unused

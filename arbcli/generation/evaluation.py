@@ -250,7 +250,7 @@ def _masked_losses(model: LanguageModel, ids: Tensor, numbers: range, draws: int
         for number, row in zip(numbers, ids, strict=True)
     ]
     masked, targets = (torch.stack(parts, dim=1) for parts in zip(*pairs, strict=True))
-    losses = torch.zeros(ids.shape, device=ids.device)
+    losses = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
     for draw in range(draws):
         losses += model.position_losses(masked[draw], targets[draw]) / draws
     return losses

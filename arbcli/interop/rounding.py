@@ -226,8 +226,8 @@ def round_weights(weight: Tensor, group_size: int, grid: Grid, own_grid: bool = 
 
 def round_vector(weight: Tensor, grid: Grid) -> Rounded:
     """Round (N, 1) float32 numbers, each with a scale of its own."""
-    middle = torch.tensor(SCALE_OF_ZERO * grid.unit / (3 * grid.largest // 4)).double()
-    zero = int(_v(_place_above(middle)))
+    middle = SCALE_OF_ZERO * grid.unit / (3 * grid.largest // 4)
+    zero = int(_v(_place_above(torch.tensor(middle, dtype=torch.float32).double())))
     return _round_chunks(weight, 1, zero, lambda part: _round_numbers(part, grid))
 
 

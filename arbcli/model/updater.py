@@ -215,7 +215,8 @@ class Updater:
         elif isinstance(where, range):
             self._update_stack(tensor, grad, where)
         else:
-            state, share = tensor.gather(where.rows), where.count.clamp(min=1) / len(where.rows)
+            state = tensor.gather(where.rows)
+            share = where.count.clamp(min=1).float() / len(where.rows)
             rows = Matrix(tensor, state, index, each_micro=True, share=share)
             self._step_along(self._update_matrix(rows, grad))
             tensor.scatter_(where.rows, state)

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import tiny
 import torch
+from states import assert_same
 from torch import nn
 
 import arbcli
@@ -326,7 +327,5 @@ def test_frozen_parameters_stay_frozen():
     for _ in range(2):
         model(torch.tensor([[1, 5, 5, 0]])).logsumexp(-1).sum().backward()
         optimizer.step()
-    assert all(
-        torch.equal(frozen[name], value) for name, value in model.inner[0].state_dict().items()
-    )
+    assert_same(model.inner[0].state_dict(), frozen)
     assert not torch.equal(other, model.inner[2].weight)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from states import assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -144,10 +145,7 @@ def test_all_uses_of_a_graph_are_one_gradient_however_it_is_run():
         copy.deepcopy(model),
     ):
         target = run if isinstance(run, Twice) else model
-        grads = gradients(target, run)
-        assert {*grads} == {*plain}
-        for name, grad in plain.items():
-            assert torch.equal(grads[name], grad), name
+        assert_same(gradients(target, run), plain)
 
 
 def test_a_kept_graph_does_not_delay_gradients():
@@ -180,8 +178,7 @@ def test_a_kept_graph_does_not_delay_gradients():
 def test_reentrant_checkpoints_work_or_are_refused():
     model = integers.Linear(16, 16)
     plain = gradients(model, model)
-    grads = gradients(model, lambda x: checkpoint(model, x, use_reentrant=True))
-    assert all(torch.equal(grads[name], grad) for name, grad in plain.items())
+    assert_same(gradients(model, lambda x: checkpoint(model, x, use_reentrant=True)), plain)
     optimizer = integers.IntegerOptimizer(model)
     x = torch.randn(3, 16, requires_grad=True)
     y = checkpoint(model, checkpoint(model, x, use_reentrant=True), use_reentrant=True)
@@ -239,10 +236,7 @@ def test_dtype_changes_what_weights_are_decoded_to():
 def test_wrong_uses_are_refused():
     layer, x = integers.Linear(16, 8), torch.randn(4, 16, requires_grad=True)
     for refused, message in (
-        (
-            lambda: torch.autograd.grad(layer(x).square().sum(), x, create_graph=True),
-            "no second derivatives",
-        ),
+        (lambda: torch.autograd.grad(layer(x).sum(), x, create_graph=True), "second derivatives"),
         (lambda: torch.jit.trace(layer, x), "cannot be traced"),
         (lambda: torch.export.export(layer, (x,)), "cannot be traced"),
         (lambda: torch.func.vmap(layer)(x), "cannot be traced"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from states import assert_same
 from torch import nn
 from torch.nn import functional
 
@@ -96,9 +97,7 @@ def test_captured_steps_equal_those_of_a_plain_loop(device):
     plain, losses = steps(False, device)
     captured, captured_losses = steps(True, device)
     assert captured_losses == pytest.approx(losses, rel=1e-6)
-    wanted = plain.state_dict()
-    for name, value in captured.state_dict().items():
-        assert torch.equal(value, wanted[name]), name
+    assert_same(captured.state_dict(), plain.state_dict())
 
 
 def test_captured_steps_need_all_micro_batches():

@@ -6,6 +6,7 @@ import random
 import pytest
 import tiny
 import torch
+from states import assert_same
 
 import arbcli
 
@@ -48,9 +49,8 @@ def test_killed_trainer_continues_to_the_same_integers(transformers, tmp_path):
     with pytest.raises(Killed):
         run(tmp_path / "killed", [Kill()])
     resumed, _ = run(tmp_path / "killed", resume=True)
-    wanted, resumed_state = whole.state_dict(), resumed.state_dict()
-    assert {*wanted} == {*resumed_state}
-    assert all(torch.equal(value, resumed_state[name]) for name, value in wanted.items())
+    wanted = whole.state_dict()
+    assert_same(resumed.state_dict(), wanted)
     fresh = tiny.build("qwen3")
     arbcli.to_integers(fresh)
     assert not all(torch.equal(value, wanted[name]) for name, value in fresh.state_dict().items())

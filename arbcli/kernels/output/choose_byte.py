@@ -90,7 +90,7 @@ def choose_among_many(
 
 def _noise(key: Tensor, position: Tensor, symbol: Tensor) -> Tensor:
     word = random_bits(key, position[None], symbol)[0] >> 9 & 0x7FFFFF
-    return -(-((word + 0.5) * 2.0**-23).log()).log()
+    return -(-((word.float() + 0.5) * 2.0**-23).log()).log()
 
 
 @triton.jit

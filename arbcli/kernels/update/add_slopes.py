@@ -26,7 +26,7 @@ def _add_slopes_torch(
     total: Tensor, slope: Tensor, slope_gain: Tensor, weight: Tensor, ok: Tensor
 ) -> Tensor:
     if ok:
-        s = (slope * slope_gain).clamp_(-CLIP, CLIP).mul_(weight * UNIT).round_()
+        s = (slope * slope_gain).clamp_(-CLIP, CLIP).mul_(weight.float() * UNIT).round_()
         total.copy_(s.add_(total).clamp_(-LARGEST, LARGEST))
     return sum_squares(total)
 

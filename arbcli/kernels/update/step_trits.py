@@ -58,7 +58,7 @@ def moment_gain(step_size: Tensor, squares: Tensor, num_weights: int) -> int:
         squares: int64 scalar tensor, sum of the squares of the moment.
         num_weights: number of elements of the moment.
     """
-    size, total = (x.to("cpu", torch.float32) for x in (step_size * 2.0**-16, squares))
+    size, total = (x.to("cpu", torch.float32) for x in (step_size.float() * 2.0**-16, squares))
     mean_square = total / torch.tensor(num_weights, dtype=torch.float32)
     root = mean_square.double().sqrt().float()
     gain = (size / root).clamp(max=LARGEST_GAIN)
