@@ -7,7 +7,6 @@ the others. On a GPU a group of steps runs while the symbols of the group before
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from arbcli.base.errors import ArbError
+from arbcli.base.output import printable
 from arbcli.generation.conversation import Conversation
 from arbcli.generation.decoder import MOST_TEXTS, OUT_OF_MEMORY, Decoder, copied_to_host
 from arbcli.generation.tokens import symbols_of
@@ -71,7 +71,7 @@ class Engine:
         kv: str | None = None,
     ) -> None:
         on_gpu = model.device.type == "cuda"
-        self.model, self.name = model, checkpoint.resolve().parent.name
+        self.model, self.name = model, printable(checkpoint.resolve().parent.name)
         self.texts = texts or (MOST_TEXTS if on_gpu else TEXTS_ON_CPU)
         self.positions = positions or max(model.config.ctx, LEAST_POSITIONS)
         self.queue, self.kv = queue, kv
@@ -92,6 +92,7 @@ class Engine:
         self._ahead = int(on_gpu)
         self._waiting: deque[Text] = deque()
         self._running: dict[int, Output] = {}
+        self._launched: deque[tuple[Callable[[], Any], dict[int, Output]]] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._ready = threading.Event()
@@ -187,7 +188,9 @@ class Engine:
             self.failure = error
             with self._changed:
                 self._closing = True
-                lost = [*(output.text for output in self._running.values()), *self._waiting]
+                outputs = [self._running, *(outputs for _, outputs in self._launched)]
+                lost = {o.text for part in outputs for o in part.values() if not o.finish}
+                lost.update(self._waiting)
                 self._running.clear()
                 self._waiting.clear()
             for text in lost:
@@ -196,14 +199,15 @@ class Engine:
             self.on_failure()
 
     def _decode(self) -> None:
-        launched: deque[Callable[[], None]] = deque()
+        launched = self._launched
         while (joining := self._joining(idle=not launched)) is not None:
             for slot in joining:
                 self._begin(slot)
             if self._running:
                 launched.append(self._launch())
             while len(launched) > (self._ahead if self._running else 0):
-                launched.popleft()()
+                self._deliver(*launched[0])
+                launched.popleft()
 
     def _joining(self, *, idle: bool) -> list[int] | None:
         """Remove cancelled texts, and return the slots of the next ones; None at the end.
@@ -249,8 +253,8 @@ class Engine:
             self.num_finished += 1
             text.on_piece(Piece([], "length"))
 
-    def _launch(self) -> Callable[[], None]:
-        """Launch steps of all texts; return a function that waits for their symbols."""
+    def _launch(self) -> tuple[Callable[[], Any], dict[int, Output]]:
+        """Launch steps of all texts; return a function that waits for their rows, and the texts."""
         outputs = {**self._running}
         steps = min(self._steps, *(output.unlaunched for output in outputs.values()))
         scores = any(output.text.logprobs is not None for output in outputs.values())
@@ -264,7 +268,7 @@ class Engine:
             output.unlaunched -= steps
             if not output.unlaunched:
                 self._leave(slot)
-        return partial(self._deliver, copied_to_host(torch.stack(rows)), outputs)
+        return copied_to_host(torch.stack(rows)), outputs
 
     def _deliver(self, fetch: Callable[[], Any], outputs: dict[int, Output]) -> None:
         rows = fetch()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from arbcli.base.errors import ArbError
+from arbcli.base.output import printable
 from arbcli.base.reading import is_of, parse_json
 from arbcli.config.model import MOST
 from arbcli.generation.conversation import Conversation
@@ -43,7 +44,8 @@ class RequestError(Exception):
         self.status = status
         kind = "server_error" if status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if status == 429 else kind
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        error = {"message": printable(message), "type": kind, "param": param, "code": code}
+        self.body = {"error": error}
         """The JSON of the answer."""
 
 
@@ -276,7 +278,10 @@ def _text(
         )
     logprobs = fields.get("logprobs")
     if chat:
-        logprobs = fields.get("top_logprobs", 0) if logprobs else None
+        asked = fields.get("top_logprobs", 0)
+        if asked and not logprobs:
+            raise RequestError("`top_logprobs` needs `logprobs`: true", param="top_logprobs")
+        logprobs = asked if logprobs else None
     model, chatting = engine.model, engine.conversation if chat else None
     stop = fields.get("stop", [])
     stops = [stop] if isinstance(stop, str) else stop

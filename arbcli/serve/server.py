@@ -39,10 +39,6 @@ class _Protocol(H11Protocol):
         super().data_received(data)
         self._expect_head()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._expect_head()
-
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_timer()
@@ -98,7 +94,7 @@ def serve(app: ASGIApp, engine: Engine | None, sock: socket.socket, seconds: flo
     """
     host, port = sock.getsockname()[:2]
     if is_loopback(host):  # pages of other sites must not reach it by a name of their own
-        app = TrustedHostMiddleware(app, LOOPBACK)
+        app = TrustedHostMiddleware(app, (host, *LOOPBACK))
     config = uvicorn.Config(
         app,
         http=_Protocol,
@@ -107,6 +103,7 @@ def serve(app: ASGIApp, engine: Engine | None, sock: socket.socket, seconds: flo
         log_config=None,
         log_level="error",
         limit_concurrency=MOST_CONNECTIONS,
+        timeout_keep_alive=HEAD_SECONDS,
         timeout_graceful_shutdown=math.ceil(seconds),
     )
     server = _Server(config)

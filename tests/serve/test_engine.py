@@ -144,9 +144,8 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_model(kind, device):
 
 
 def test_queue_is_bounded_and_places_are_freed(device):
-    with Engine(
-        model_of(DENSE, device), Path("run/step"), texts=2, positions=32, queue=1
-    ) as engine:
+    model = model_of(DENSE, device)
+    with Engine(model, Path("run/step"), texts=2, positions=32, queue=1) as engine:
         texts = [Heard(b"a", 20, seed) for seed in range(4)]
         with pytest.raises(Busy):
             engine.submit([heard.text for heard in texts])
@@ -171,13 +170,15 @@ def test_queue_is_bounded_and_places_are_freed(device):
         engine.submit([texts[0].text])
 
 
-@pytest.mark.parametrize("function", ["begin", "step"])
-def test_failure_ends_all_texts(function, device, monkeypatch):
+@pytest.mark.parametrize(("function", "length"), [("begin", 20), ("step", 20), ("_deliver", 1)])
+def test_failure_ends_all_texts(function, length, device, monkeypatch):
+    """Also those whose last step was launched and not delivered."""
     engine, told = Engine(model_of(DENSE, device), Path("run/step"), texts=2, positions=32), []
     engine.on_failure = lambda: told.append(engine.failure)
     engine.start()
-    monkeypatch.setattr(engine._decoder, function, lambda *_, **__: 1 / 0)
-    texts = [Heard(b"a", 20, seed) for seed in range(3)]
+    failing = engine if function == "_deliver" else engine._decoder
+    monkeypatch.setattr(failing, function, lambda *_, **__: 1 / 0)
+    texts = [Heard(b"a", length, seed) for seed in range(3)]
     engine.submit([heard.text for heard in texts])
     assert all(heard.ended.wait(WAIT) for heard in texts)
     assert {heard.pieces[-1].finish for heard in texts} == {"error"}

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -74,15 +76,15 @@ def engine(chatty) -> Iterator[Engine]:
 class Client:
     """A client of a server at a port."""
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self.address = host, port
 
     def ask(self, path: str, body: Any = None, **headers) -> httpx.Response:
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         given = {"headers": {"Content-Type": "application/json"} | headers, "content": content}
         given |= {"timeout": SECONDS, "trust_env": False}
-        method = "GET" if body is None else "POST"
-        return httpx.request(method, f"http://127.0.0.1:{self.port}{path}", **given)
+        method, (host, port) = "GET" if body is None else "POST", self.address
+        return httpx.request(method, f"http://{host}:{port}{path}", **given)
 
     def answered(self, path: str, body: dict) -> Any:
         """Return the object of an answer, or the text of a stream."""
@@ -101,11 +103,12 @@ class Client:
         answer = self.ask(path, body, **headers)
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"].isprintable()
         return answer.status_code, error
 
     def connect(self, body: bytes | None = None, path: str = "/v1/completions") -> socket.socket:
         """Open a connection, and send a request but for its answer."""
-        sock = socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
+        sock = socket.create_connection(self.address, timeout=SECONDS)
         if body is not None:
             head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -113,10 +116,10 @@ class Client:
 
 
 @contextmanager
-def running(engine: Engine, **options) -> Iterator[Client]:
+def running(engine: Engine, host: str = "127.0.0.1", **options) -> Iterator[Client]:
     """Run a server of an engine in a thread."""
-    sock = server.listener("127.0.0.1", 0)
-    client, app = Client(sock.getsockname()[1]), apps.build_app(engine, **options)
+    sock = server.listener(host, 0)
+    client, app = Client(sock.getsockname()[1], host), apps.build_app(engine, **options)
     thread = threading.Thread(target=server.serve, args=(app, engine, sock, 9))
     thread.start()
     assert client.ask("/health").json() == {"status": "ok"}
@@ -284,7 +287,7 @@ def malformed() -> Iterator[tuple[str, Any]]:
         text = json.dumps(body).encode()
         cut = [text[:place] for place in range(1, len(text))]
         extended = [text + byte for byte in (b"\0", b"{", b"]")]
-        unknown = [body | {name: 1} for name in ("prompts", "Model", "tool", "x\n")]
+        unknown = [body | {name: 1} for name in ("prompts", "top_logprobs", "tool", "x\n")]
         wrong = [body | {name: value} for name, value in WRONG.items()]
         odd = [body | {name: value} for name in body for value in ODD]
         for other in (b"[3]", b"\xff", *cut, *extended, *unknown, *wrong, *odd):
@@ -298,14 +301,13 @@ def test_malformed_requests_are_refused(client, engine):
         status, error = client.error(body, path)
         assert status in (400, 404), (path, body)
         assert error["type"] == "invalid_request_error"
-        assert error["message"].isprintable()
     assert engine.num_finished == before
 
 
 @pytest.mark.parametrize(
     ("body", "status", "param", "code"),
     [
-        ({"prompt": "a", "model": "gpt-4"}, 404, "model", "model_not_found"),
+        ({"prompt": "a", "model": "\ud800\x1b"}, 404, "model", "model_not_found"),
         ({"prompt": "a", "max_tokens": 9999}, 400, "prompt", "context_length_exceeded"),
         ({"prompt": [1, 300]}, 400, "prompt", None),
         ({"prompt": ["a"] * 65, "n": 2}, 400, "n", None),
@@ -394,8 +396,12 @@ def test_text_that_goes_on_after_the_server_is_not_delivered(monkeypatch):
 
 
 def test_connection_without_a_request_is_closed(engine, monkeypatch):
+    """Also after an answer, then by uvicorn."""
+    configured = mock.Mock(wraps=server.uvicorn.Config)
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(server.uvicorn, "Config", configured)
     with running(engine) as client:
+        assert configured.call_args.kwargs["timeout_keep_alive"] == 0.3
         for start in (
             b"",
             b"GET /health HTTP/1.1\r\nHost: loc",
@@ -410,7 +416,8 @@ def test_connection_without_a_request_is_closed(engine, monkeypatch):
 
 
 def test_key_is_needed_for_all_but_the_health(engine):
-    with running(engine, api_key="sësame") as client:
+    host = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"  # any name of this machine
+    with running(engine, host, api_key="sësame") as client:
         assert client.error(None, "/v1/models")[1]["code"] == "invalid_api_key"
         for wrong in ("Bearer x", "sesame", "Bearer sesame", ""):
             assert client.error({"prompt": "a"}, Authorization=wrong)[0] == 401
@@ -432,7 +439,7 @@ def test_openai_client_is_answered(chatty, device):
     openai = pytest.importorskip("openai", reason="needs the package openai")
     model, path = chatty(KINDS["hnet"], device)
     with Engine(model, path, texts=2, positions=60) as engine, running(engine) as client:
-        asked = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none")
+        asked = openai.OpenAI(base_url=f"http://127.0.0.1:{client.address[1]}/v1", api_key="none")
         (name,) = [model.id for model in asked.models.list()]
         options = {"model": name, "seed": 5, "max_tokens": 9}
         complete = partial(asked.completions.create, prompt="it was", **options)
@@ -460,6 +467,8 @@ def test_addresses_are_refused_and_a_model_without_a_template_has_no_chats(
     words = ("--port", "1", "--host", "192.0.2.1", "--api-key", "k")
     assert "cannot listen at `192.0.2.1:1`" in arb_error("serve", run, *words)
     model, path = model_of(KINDS["dense"], device), "/v1/chat/completions"
-    with Engine(model, Path("run/1"), texts=2, positions=60) as engine, running(engine) as client:
+    name = Path("r\udcff/1")  # of bytes that are not UTF-8
+    with Engine(model, name, texts=2, positions=60) as engine, running(engine) as client:
+        assert client.ask("/v1/models").json()["data"][0]["id"] == "r\\udcff"
         status, error = client.error(VALID[path], path)
         assert (status, "chat template" in error["message"]) == (400, True)
