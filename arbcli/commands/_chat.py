@@ -6,7 +6,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from arbcli.base.output import TextWriter, note, read_line
+from arbcli.base.errors import ArbError
+from arbcli.base.output import TextWriter, fail, note, read_line
 from arbcli.base.signals import Interrupted, RaisedSignal
 
 if TYPE_CHECKING:
@@ -84,7 +85,11 @@ def chat(
             continue
         if line is None:
             return
-        seen, output = text.ask(os.fsencode(line)), bytearray()
+        try:
+            seen, output = text.ask(os.fsencode(line)), bytearray()
+        except ArbError as error:  # such as a special token in a message
+            fail(str(error), error.hint)
+            continue
         options: dict[str, Any] = {"backend": backend, "kv": kv, "ends": text.ends}
         try:
             with RaisedSignal(), TextWriter() as writer:

@@ -39,12 +39,14 @@ class Conversation:
         Raises:
             ArbError: the message contains a special token, or the template rejects it.
         """
+        tokens = self.ask_apart(message)
         self.messages.append(self._message("user", message))
-        return self._tokens(self.messages)
+        return tokens
 
     def ask_apart(self, message: bytes) -> list[int]:
         """Return the tokens of a chat with this message next, without appending it: see `ask`."""
-        return self._tokens([*self.messages, self._message("user", message)])
+        messages = [*self.messages, self._message("user", message)]
+        return self.tokens_of(self._template.render(messages, asks=True))
 
     def text_of(self, messages: Sequence[tuple[str, str]]) -> str:
         """Return the text of another chat up to the next answer: see `ask`.
@@ -70,6 +72,3 @@ class Conversation:
         if names := [name for name in self._tokenizer.specials if name in text]:
             raise ArbError(f"the message contains the special token `{names[0]}`", "rephrase it")
         return {"role": role, "content": text}
-
-    def _tokens(self, messages: list[Message]) -> list[int]:
-        return self.tokens_of(self._template.render(messages, asks=True))

@@ -2,9 +2,11 @@
 
 import signal
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from arbcli.base.errors import ArbError
 from arbcli.base.signals import Interrupted
 from arbcli.commands import _chat
 from arbcli.generation.generation import generate
@@ -70,6 +72,15 @@ def test_ctrl_c_stops_the_text_and_not_the_program(model, typed, capfd, monkeypa
     typed(lambda: signal.raise_signal(signal.SIGINT), "a", "b")
     _chat.chat(model, 5, Sampling(), "torch")
     assert len(steps) == 2 + 5
+
+
+def test_refused_message_does_not_end_the_chat(model, typed, capfd):
+    conversation = mock.Mock(ends=())
+    conversation.ask.side_effect = ArbError("it is bad", "rephrase it"), b"abc"
+    typed("bad", "abc")
+    _chat.chat(model, 5, Sampling(), "torch", None, conversation)
+    assert conversation.answered.call_count == 1
+    assert "error: it is bad\nhint: rephrase it\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

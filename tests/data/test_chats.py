@@ -147,6 +147,10 @@ def test_conversation_ends_where_its_model_says_and_remembers(
         assert tokenizer.decode(ask(text.encode())) == f"{wanted}<|im_start|>assistant\n"
     with pytest.raises(ArbError, match="contains the special token"):
         Conversation(model, path, "<|im_end|>")
+    conversation._template = SimpleNamespace(render=lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        conversation.ask(b"refused")
+    assert [message["content"] for message in conversation.messages] == ["I am", "how"]
 
 
 RECORDED = Path(__file__).with_name("damaged_chats.txt").read_text(encoding="utf-8")
