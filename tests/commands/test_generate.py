@@ -123,9 +123,8 @@ def test_holes_are_filled_from_left_to_right_too(run_of, arb_here, arb_json):
     assert done.stdout == "abcdabcdabcd"
     assert "4 symbols filled" in done.stderr
     assert generate("--prompt", "abcd", "--length", "4", "--bytes").stdout == "abcd"
-    assert (
-        arb_json("evaluate", fill_run)["nats_per_byte"] < 1.2
-    )  # each of four letters alone costs 1.39
+    # each of four letters alone costs 1.39
+    assert arb_json("evaluate", fill_run)["nats_per_byte"] < 1.2
 
 
 def test_holes_are_filled_from_both_sides(run_of, arb_here, arb_json):

@@ -46,25 +46,17 @@ def test_period_of_a_text_is_the_smallest_that_repeats_to_its_end(device):
     ):  # fmt: skip
         assert repetition_period(repeated) == period
     text = bytearray()
-    report = continue_text(
-        model(device, ctx=1), "model", b"a", 160, GREEDY, backend="torch", on_bytes=text.extend
-    )
-    period = report.period
+    options = {"backend": "torch", "on_bytes": text.extend}
+    period = continue_text(model(device, ctx=1), "model", b"a", 160, GREEDY, **options).period
     assert period is not None
     assert text[-period:] == text[-2 * period : -period]
 
 
-@pytest.mark.parametrize(
-    ("cell", "backend"),
-    [
-        (Cell("attention", "mlp", 1, "plain"), None),
-        (Cell("attention", "mlp", 1, "chunked"), "torch"),
-    ],
-)
-def test_memory_of_a_text_is_freed_without_a_collector(cell, backend, device):
+@pytest.mark.parametrize(("kind", "backend"), [("plain", None), ("chunked", "torch")])
+def test_memory_of_a_text_is_freed_without_a_collector(kind, backend, device):
     """A captured step, which has memory of its own, would else stay until garbage is collected."""
     with torch.device(device):
-        lm = build_model(wide(cell.model()), torch.float32)
+        lm = build_model(wide(Cell("attention", "mlp", 1, kind).model()), torch.float32)
     gc.disable()
     try:
         with lm.prepared_weights():
@@ -190,10 +182,7 @@ def test_slot_without_a_text_is_refused(texts, device):
     decoder, slot = Decoder(model(device), 10, texts), 0
 
     def check() -> None:
-        for use in (
-            lambda: next(decoder.stream(3)),
-            lambda: decoder.end(slot, 1),
-        ):
+        for use in (lambda: next(decoder.stream(3)), lambda: decoder.end(slot, 1)):
             with pytest.raises(ValueError, match="no text has begun in slot 0"):
                 use()
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -80,8 +79,7 @@ REQUEST = Request(prompt=b"a", length=2, sampling=SAMPLING)
 def evaluated(model: LanguageModel, tmp_path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"twelve bytes")
-    about = {"stride": None, "batch": 1, "backend": "torch"}
-    evaluate(model, "", Text([path]), "", **about)
+    evaluate(model, "", Text([path]), "", stride=None, batch=1, backend="torch")
 
 
 USES: dict[str, tuple[Callable, bool, str]] = {
@@ -167,14 +165,8 @@ def test_byte_takes_so_many_launches(name, options, most, small_graph):
     config = preset(name, **options) if options else model_of(small_graph)
     lm = build_model(config, torch.bfloat16)
     launched: list[object] = []
-    with ExitStack() as stack:
-        for context in (
-            lm.prepared_weights(),
-            use_backend("interpreter"),
-            compile_for((9, 0)),
-            replaced_launches(lambda kernel, *_, **__: launched.append(kernel)),
-        ):
-            stack.enter_context(context)
+    launches = replaced_launches(lambda kernel, *_, **__: launched.append(kernel))
+    with lm.prepared_weights(), use_backend("interpreter"), compile_for((9, 0)), launches:
         phases = step_phases(lm, torch.zeros(1, 1, dtype=torch.int64), lm.new_cache(16))
         for _ in range(2):  # weights are prepacked by the first
             launched.clear()
