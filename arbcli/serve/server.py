@@ -1,6 +1,7 @@
 """Runs the application with uvicorn until a signal; running texts are finished first."""
 
 import asyncio
+import logging
 import math
 import signal
 import socket
@@ -109,9 +110,15 @@ def serve(app: ASGIApp, engine: Engine | None, sock: socket.socket, seconds: flo
     server = _Server(config)
     if engine is not None:
         engine.on_failure = partial(setattr, server, "should_exit", True)
+    logging.getLogger("uvicorn.error").addFilter(_is_not_of_the_end)
     shown = f"[{host}]" if ":" in host else host
     note(f"`{engine.name if engine else 'the folder of runs'}` is served at http://{shown}:{port}")
     asyncio.run(server.serve([sock]))
+
+
+def _is_not_of_the_end(record: logging.LogRecord) -> bool:
+    """Return whether a record has another error than that of a request that a signal cancels."""
+    return not record.exc_info or record.exc_info[0] is not asyncio.CancelledError
 
 
 def is_loopback(host: str) -> bool:

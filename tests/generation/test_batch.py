@@ -162,11 +162,9 @@ def test_tokens_are_made_among_others(device):
     with torch.device(device):
         lm = build_model(replace(config, vocabulary=700), torch.float32)
     lm.tokenizer = SimpleNamespace(
-        beginning=(5, 7, 5),
-        ends=(),
-        encode=lambda text: [3 * each for each in text],
+        beginning=(5, 7, 5), ends=(), encode=lambda text: [3 * each for each in text],
         decoded=lambda _, parts: (each.to_bytes(2, "big") for part in parts for each in part),
-    )
+    )  # fmt: skip
     texts_made = texts(lm, REQUESTS, 4)
     assert [len(text) for text in texts_made] == [2 * each.length for each in REQUESTS]
     assert texts(lm, REQUESTS[::-1], 6)[::-1] == texts_made
@@ -240,22 +238,16 @@ def test_lines_are_read_as_prompts_with_options():
     assert one.sampling == Sampling(temperature=0, top_k=5, top_p=0.5, seed=3)
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("It was", "line 3 of `f`: `It was` is not JSON"),
-        ("[1]", "there is no `prompt`"),
-        ('{"text": "a"}', "there is no `prompt`"),
-        ('{"prompt": "a", "max": 3}', "no field is named `max`"),
-        ('{"prompt": 3}', "`prompt` is 3"),
-        ('{"prompt": "a", "length": true}', "`length` is true"),
-        ('{"prompt": "a", "length": 0}', "`length` is 0 after a prompt"),
-        ('{"prompt": ""}', "the prompt is empty"),
-        ('{"prompt": "\\ud800"}', "unpaired surrogate"),
-        ('{"prompt": "a", "temperature": NaN}', "is not JSON"),
-        ('{"prompt": "a", "top_p": 2}', "`--top-p` is 2"),
-    ],
-)
+@pytest.mark.parametrize(("line", "why"), [
+    ("It was", "line 3 of `f`: `It was` is not JSON"), ("[1]", "there is no `prompt`"),
+    ('{"text": "a"}', "there is no `prompt`"), ('{"prompt": 3}', "`prompt` is 3"),
+    ('{"prompt": "a", "max": 3}', "no field is named `max`"),
+    ('{"prompt": "a", "length": true}', "`length` is true"),
+    ('{"prompt": "a", "length": 0}', "`length` is 0 after a prompt"),
+    ('{"prompt": ""}', "the prompt is empty"), ('{"prompt": "\\ud800"}', "unpaired surrogate"),
+    ('{"prompt": "a", "temperature": NaN}', "is not JSON"),
+    ('{"prompt": "a", "top_p": 2}', "`--top-p` is 2"),
+])  # fmt: skip
 def test_wrong_line_is_named(line, why):
     message = ".*".join(["line 3 of `f`: ", why.split(": ")[-1]])
     with pytest.raises(ArbError, match=message) as caught:

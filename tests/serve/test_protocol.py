@@ -337,8 +337,7 @@ def test_prompt_that_no_tokens_can_hold_is_refused_before_it_is_tokenised(
 
 
 def test_wrong_ways_are_refused(client):
-    assert client.error(None)[0] == 405
-    assert client.error(None, "/v2")[0] == 404
+    assert [client.error(None, path)[0] for path in (*VALID, "/v2")] == [405, 405, 404]
     assert client.error({"prompt": "a"}, **{"Content-Type": "text/plain"})[0] == 415
     assert client.ask("/health", Host="elsewhere.example").status_code == 400
     assert client.ask("/health", Host="localhost:1").status_code == 200
@@ -360,6 +359,17 @@ def test_texts_of_a_client_that_leaves_are_cancelled(client, engine, endless):
                 assert sock.recv(15) == b"HTTP/1.1 200 OK"
         wait_until(lambda: engine.num_running == 0)
     assert engine.num_finished == finished
+
+
+def test_end_that_does_not_wait_for_texts_prints_no_traceback(engine, endless, capfd):
+    body = {"prompt": "a", "max_tokens": 4000, "n": 3, "stream": True}
+    with running(engine) as client:
+        sock = client.connect(json.dumps(body).encode())
+        wait_until(lambda: engine.num_running == 3)
+        engine.on_failure.args[0].force_exit = True  # as by a second Ctrl-C
+    with sock:
+        wait_until(lambda: engine.num_running == 0)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_full_queue_and_long_texts_are_refused(engine, endless):
