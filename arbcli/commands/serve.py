@@ -52,6 +52,8 @@ def serve(
     Clients are given `http://127.0.0.1:8000/v1` and the name of the run's folder. At SIGTERM or
     Ctrl-C, running texts are finished.
     """
+    if api_key == "":  # of which a client can give none
+        raise ArbError("`--api-key` is empty", "give a key, or leave it out")
     if watch is None or run or checkpoint:
         checkpoint = opt.find_run(opt.one_path(run, checkpoint), loads=True)
     if watch is not None and not watch.is_dir():
