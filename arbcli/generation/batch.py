@@ -103,7 +103,12 @@ def _generate(
     if not requests:
         return
     ask = ask or partial(symbols_of, model)
-    prompts = [ask(request.prompt) for request in requests]
+    prompts = []
+    for number, request in enumerate(requests, 1):
+        try:
+            prompts.append(ask(request.prompt))
+        except ArbError as error:  # such as a special token in the message of a chat
+            raise ArbError(f"prompt {number}: {error}", error.hint) from error
     ends = [len(prompt) + request.length for prompt, request in zip(prompts, requests, strict=True)]
     slots, shortest, stops = min(batch, len(requests)), min(map(len, prompts)), ends_of(model)
     weights = model.prepared_weights(spare_bytes(model.device))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -46,8 +47,8 @@ REQUESTS = [
 """Texts that end at different times, wrap around the window, and are chosen in many ways."""
 
 
-def texts(lm, requests, batch) -> list[bytes]:
-    reports = dict(generate_batch(lm, requests, batch))
+def texts(lm, requests, batch, kv=None) -> list[bytes]:
+    reports = dict(generate_batch(lm, requests, batch, kv=kv))
     return [reports[index] for index in range(len(requests))]
 
 
@@ -62,10 +63,9 @@ def test_a_text_is_the_same_among_any_others(lm):
 def test_slot_takes_the_sampling_settings_of_its_new_text(lm):
     """Each of these choices is greedy by one setting alone, and the last by none."""
     settings = ({"top_p": 1e-9}, {"top_k": 1}, {"temperature": 0.0}, {})
-    alone = texts(lm, [request(b"abc", 9, temperature=3.0) for _ in range(1)], 1)
     made = texts(lm, [request(b"abc", 9, **({"temperature": 3.0} | how)) for how in settings], 1)
     assert made[0] == made[1] == made[2] != made[3]
-    assert made[3:] == alone
+    assert made[3:] == texts(lm, [request(b"abc", 9, temperature=3.0)], 1)
 
 
 def model_of_cell(cell, dtype: torch.dtype, device: torch.device) -> LanguageModel:
@@ -139,18 +139,13 @@ def test_text_of_every_cell_is_the_same_among_any_others_on_a_gpu(cell, kv):
     if kv and cell.mixer in ("mamba", "none"):
         pytest.skip("has no keys and values")
     many = [request(bytes([97 + n % 26]) * (1 + n % 13), 6, n) for n in range(40)]
-
-    def texts_of(requests: list[Request], batch: int) -> list[bytes]:
-        reports = dict(generate_batch(lm, requests, batch, kv=kv))
-        return [reports[index] for index in range(len(requests))]
-
-    together = texts_of(many, 40)
-    assert texts_of(many[::-1], 9)[::-1] == together
-    assert texts_of(many[:3], 2) == together[:3]
+    together = texts(lm, many, 40, kv)
+    assert texts(lm, many[::-1], 9, kv)[::-1] == together
+    assert texts(lm, many[:3], 2, kv) == together[:3]
     sharp = [request(asked.prompt, 6, temperature=0.0) for asked in many[:12]]
     alone = [b"".join(generate(lm, asked.prompt, 6, asked.sampling, kv=kv)) for asked in sharp]
     # roundings of bf16 decide a few
-    assert sum(a[:1] == b[:1] for a, b in zip(texts_of(sharp, 12), alone, strict=True)) >= 8
+    assert sum(a[:1] == b[:1] for a, b in zip(texts(lm, sharp, 12, kv), alone, strict=True)) >= 8
 
 
 def test_tokens_are_made_among_others(device):
@@ -176,8 +171,7 @@ def test_tokens_are_made_among_others(device):
     ended = texts(lm, REQUESTS, 4)
     assert [len(text) // 2 for text in ended] == wanted
     assert all(text.startswith(short) for text, short in zip(texts_made, ended, strict=True))
-    reports = batches.continue_batch(lm, REQUESTS, backend="torch")
-    assert [each.length for each in reports] == wanted
+    assert [each.length for each in batches.continue_batch(lm, REQUESTS, backend="torch")] == wanted
     lm.tokenizer.ends = ()
     for each, text in zip(REQUESTS, texts_made, strict=True):
         decoder, tokenizer = Decoder(lm, 60), lm.tokenizer
@@ -222,6 +216,12 @@ def test_batch_beyond_the_limit_of_kernels_is_refused(lm):
     for batch in (0, 65):
         with pytest.raises(ArbError, match=f"`--batch` is {batch}"):
             texts(lm, REQUESTS, batch)
+
+
+def test_prompt_that_is_refused_is_numbered(lm):
+    ask = mock.Mock(side_effect=[[1], ArbError("it is bad", "rephrase it")])
+    with pytest.raises(ArbError, match="prompt 2: it is bad"):
+        next(batches.continue_batch(lm, REQUESTS, backend="torch", ask=ask))
 
 
 def read(*lines: str) -> list[Request]:
