@@ -54,7 +54,7 @@ def words() -> ModelConfig:
 MIXED, EVERY = MODELS["mixed"], ChunkingConfig(length=4, boundaries="every")
 CONFIGS = {
     "graph": both_books(),
-    "hnet": hnet(**TWO_STAGES),
+    "hnet": replace(hnet(**TWO_STAGES), norm_gain=True),
     "words": words(),
     "compressed": compressed(**POOLED),
     "mixed": replace(

@@ -11,7 +11,6 @@ from arbcli.interop.huggingface.modeling_core import (
     Settings,
     Stack,
     norm,
-    vector,
     wide,
 )
 
@@ -45,7 +44,6 @@ class Stage(nn.Module):
         self.encoder = Stack(stage["before"], stage, spec)
         self.router = Router(spec) if self.chunking["boundaries"] == "learned" else None
         self.inward = Packed(inner, spec.dim, spec)
-        self.outward_norm = vector(inner) if spec.config.norm_gain else None
         self.outward = Packed(spec.dim, inner, spec)
         self.residual = Packed(spec.dim, spec.dim, spec)
         self.decoder = Stack(stage["after"], stage, spec)
@@ -58,7 +56,7 @@ class Stage(nn.Module):
         z = inside(
             self.inward(x[starts]), reading._replace(position_ids=reading.position_ids[starts])
         )
-        z = self.outward(norm(z, self.outward_norm))
+        z = self.outward(norm(z))
         x = spread(wide(z), p, starts).to(x.dtype) + self.residual(x)
         return self.decoder(x, reading)
 
