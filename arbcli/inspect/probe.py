@@ -227,7 +227,7 @@ class _Watch:
         for name, module in self.trainer.model.named_modules():
             add(module.register_forward_pre_hook(partial(self._enter, name)))
             add(module.register_forward_hook(partial(self._leave, name)))
-            if isinstance(module, HyperConnection):
+            if isinstance(module, HyperConnection) and name.startswith("blocks."):
                 add(module.register_forward_pre_hook(partial(self._range, name)))
         for name, weight in self.trainer.model.packed_tensors().items():
             if isinstance(weight, StreamedTensor):

@@ -142,8 +142,8 @@ def test_probe_shows_the_chunks_of_a_model(text, small_hnet):
 
 
 def test_probe_shows_the_mean_length_of_chunks_of_tokens_alone(text, small_hnet, byte_tokenizer):
-    given = small_hnet | {"data": [text], "steps": 1, "device": "cpu"}
-    chunks = probe(new_config(**given, tokenizer=byte_tokenizer), steps=1).chunks
+    given = small_hnet | {"data": [text], "tokenizer": byte_tokenizer, "device": "cpu"}
+    chunks = probe(new_config(**given, fields={"stages.0.streams": 2}, steps=1), steps=1).chunks
     assert (chunks.sample_bytes, chunks.sample_depths) == ((), ())
     assert [line.endswith(" tokens on average") for line in _chunks(chunks)] == [True]
 
