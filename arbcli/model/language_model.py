@@ -85,7 +85,7 @@ class LanguageModel(PackedModel):
             for name, module in between.named_children():
                 self.add_module(name, module)
         if config.head:
-            self.byte_norm = stream_norm(outermost)
+            self.byte_norm = stream_norm(outermost, rounded=config.head.is_bitnet)
             self.byte_mlp = build_part(config.head, outermost, "head")
         self.norm = stream_norm(outermost)
         if config.composite:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from arbcli.config.layer_spec import MOST_AT_ONCE
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.presets import preset
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
@@ -104,6 +105,12 @@ def test_rounded_norm_has_the_gradient_of_its_norm(gated):
     total, of_sum = norm.add_and_norm(x, x) if not gated else (2 * x, norm(2 * x))
     assert torch.equal(total, 2 * x)
     assert torch.equal(of_sum, norm(2 * x))
+
+
+def test_input_of_a_bitnet_before_the_head_is_rounded():
+    head = MLPConfig(width=16, bitnet=True)
+    built = build_model(replace(preset("tiny", **TINY), head=head, norm_gain=True))
+    assert isinstance(built.byte_norm, RoundedRMSNorm)
 
 
 @pytest.mark.parametrize("number_format", ["bf16", "fp8", "fp8-backward"])
