@@ -55,14 +55,12 @@ def test_cell_learns_with_all_its_weights(cell, tmp_path):
 @each_cell([*COVER, AHEAD], quick=[FEW[4], AHEAD])
 def test_cell_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(cell, tmp_path):
     with deterministic():
-        whole, begun, resumed = (trainer(cell, tmp_path, windows=40) for _ in range(3))
-        for _ in range(4):
+        whole, resumed = (trainer(cell, tmp_path, windows=40) for _ in range(2))
+        for _ in range(2):
             whole.train_step()
-        for _ in range(2):
-            begun.train_step()
-        resumed.restore(begun.checkpoint("text"))
-        for _ in range(2):
-            resumed.train_step()
+        resumed.restore(whole.checkpoint("text"))
+        for learner in (whole, resumed) * 2:
+            learner.train_step()
     assert_same(state_of(whole.model), state_of(resumed.model))
 
 

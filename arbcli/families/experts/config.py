@@ -23,7 +23,7 @@ class ExpertsConfig(PartConfig):
     causal: ClassVar[str | None] = None
     experts: int
     top_k: int = 2
-    """Number of experts per position."""
+    """Number of experts per position; the weight of a single one is 1, which trains no gate."""
     width: int
     """Hidden width of an expert."""
     gate: Annotated[str, Setting(choices=GATES)] = "softmax"

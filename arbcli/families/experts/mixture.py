@@ -155,9 +155,10 @@ class Gate(Findable, StepMemory):
             chosen = (scores.detach() + self.balance * unit).topk(self.top_k).indices
         if torch.is_grad_enabled():
             chosen = _counted(chosen, valid, self)
-        if self.kind == "softmax":
-            return chosen, torch.softmax(scores.gather(1, chosen), dim=1)
         scores = scores.gather(1, chosen)
+        # the weight of one expert is 1; of s / s the keys would be stepped by rounding errors
+        if self.kind == "softmax" or self.top_k == 1:
+            return chosen, torch.softmax(scores, dim=1)
         return chosen, scores / scores.sum(dim=1, keepdim=True)
 
     def count(self, chosen: Tensor, valid: Tensor | None) -> None:

@@ -48,7 +48,7 @@ class Gate(nn.Module):
         else:
             chosen = self.choose(scores + self.balance * BALANCE_UNITS[self.kind])
         scores = scores.gather(1, chosen)
-        if self.kind == "softmax":
+        if self.kind == "softmax" or self.top_k == 1:
             return chosen, scores.softmax(dim=1)
         return chosen, scores / scores.sum(dim=1, keepdim=True)
 

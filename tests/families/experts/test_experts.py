@@ -84,6 +84,16 @@ def test_balance_moves_against_the_load():
     assert gate.gauges() == {"fullest_expert": 0}  # of no slots at all
 
 
+def test_keys_have_no_gradient_where_each_position_has_one_expert():
+    """Its weight is 1; of s / s rounding errors are left, and each step has the same size."""
+    config = ExpertsConfig(experts=4, width=7, top_k=1, gate="softplus")
+    scores = normal(64, 4).requires_grad_()
+    _, weights = Gate(config, 9, spec(), "experts").weigh(scores, None)
+    (weights * normal(64, 1)).sum().backward()
+    assert weights.eq(1).all()
+    assert not scores.grad.any()
+
+
 @pytest.mark.parametrize("name", ["norm", "sub_norm"])
 def test_rows_of_several_texts_are_normalised_few_at_a_time(name, monkeypatch):
     """With more at once, a program has other threads for a row, whose sums have other orders."""
