@@ -31,17 +31,19 @@ class ArbForCausalLM(PlainModel, PreTrainedModel, GenerationMixin):
 
     config_class = ArbConfig
     config: Any
+    like: Tensor
     post_init: Any
 
     def __init__(self, config: ArbConfig) -> None:
         super().__init__(config)
         self.build(config, PARTS)
+        self.register_buffer("like", torch.empty(0), persistent=False)  # its dtype follows `to`
         self.post_init()
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of activations; a packed model may have no float parameters."""
-        return self.config.dtype or torch.float32
+        return self.like.dtype
 
     @property
     def device(self) -> torch.device:
