@@ -32,16 +32,13 @@ def refused(folder, tmp_path) -> str:
     ("quantization_config", {}), ("final_logit_softcapping", 30.0), ("num_hidden_layers", 10**9),
     ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}), ("rope_interleaved", True),
     ("rope_parameters", {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}),
+    ("model_type", "arb"),
 ])  # fmt: skip
 def test_field_of_a_config_is_refused_by_its_name(tmp_path, field, value):
     """Besides those of `altered.txt`."""
     plain_folder(tmp_path / "model", **{field: value})
-    assert field in refused(tmp_path / "model", tmp_path)
-
-
-def test_packed_weights_of_an_export_are_refused_with_where_they_are_from(tmp_path):
-    plain_folder(tmp_path / "model", model_type="arb")
-    assert "packed for Transformers" in refused(tmp_path / "model", tmp_path)
+    named = "packed for Transformers" if value == "arb" else field
+    assert named in refused(tmp_path / "model", tmp_path)
 
 
 def test_tensors_that_are_missing_unknown_or_not_finite_are_refused(tmp_path):
@@ -71,6 +68,19 @@ def test_shards_are_read_by_their_index(tmp_path):
     index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert import_folder(folder, tmp_path / "run").num_weights > 0
+    save_file({"model.norm.weight": torch.ones(32)}, folder / "model.safetensors")
+    assert "has no `model.embed_tokens.weight`" in refused(folder, tmp_path / "other")
+
+
+def test_tied_head_has_to_be_the_embedding_and_a_run_is_not_written_over(tmp_path):
+    folder = tmp_path / "model"
+    weights = plain_folder(folder, tie_word_embeddings=True)
+    assert "`lm_head.weight` differs" in refused(folder, tmp_path)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors")
+    import_folder(folder, tmp_path / "run")
+    with pytest.raises(ArbError, match="already contains a run"):
+        import_folder(folder, tmp_path / "run")
 
 
 def test_pickle_is_refused_and_not_run(tmp_path):
@@ -92,13 +102,6 @@ def test_tokenizer_that_cannot_be_loaded_is_refused(tmp_path):
     tokens = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a c"]}}
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(tokens))
     assert "tokenizer.json" in refused(tmp_path / "model", tmp_path)
-
-
-def test_run_is_not_written_over(tmp_path):
-    plain_folder(tmp_path / "model")
-    import_folder(tmp_path / "model", tmp_path / "run")
-    with pytest.raises(ArbError, match="already contains a run"):
-        import_folder(tmp_path / "model", tmp_path / "run")
 
 
 def test_unknown_field_is_ignored_if_it_is_named(tmp_path):

@@ -32,6 +32,9 @@ PACKED = "U8"
 and i + 3 n, in two bits each, the lowest first."""
 SCALE = "_scale"
 """End of the name of the one scale of packed trits, after that of their tensor."""
+EMBEDDING = "model.embed_tokens.weight"
+ROWS_AT_ONCE = 1024
+"""Rows of two tensors that are compared at a time."""
 UNREAD = "rotary_emb.inv_freq"
 """End of the name of angles that an earlier Transformers saved; they follow from the settings."""
 HINT = "copy the folder again, or save it with `save_pretrained`"
@@ -122,10 +125,10 @@ class WeightFolder:
 
     def _files(self) -> dict[str, set[str] | None]:
         """List the files, and the tensors of each that an index names; None is all of them."""
-        if not (self.path / INDEX).exists():
-            if not (self.path / WEIGHTS).exists():
-                raise self._missing_weights()
+        if (self.path / WEIGHTS).exists():  # Transformers does not read the index of shards then
             return {WEIGHTS: None}
+        if not (self.path / INDEX).exists():
+            raise self._missing_weights()
         index = read_json(self.path / INDEX, {"weight_map": dict[str, str]}, HINT)
         files: dict[str, set[str] | None] = {}
         for tensor, name in index["weight_map"].items():
@@ -195,9 +198,28 @@ def check_tensors(folder: WeightFolder, model: LanguageModel) -> None:
                 "copy the folder again",
             )
     for name in sorted(folder.tensors.keys() - shapes.keys()):
-        tied = model.config.tied and name == f"{HEAD}.weight"
-        if not tied and not name.endswith(UNREAD):
+        if model.config.tied and name == f"{HEAD}.weight":
+            _check_tied(folder, name)
+        elif not name.endswith(UNREAD):
             raise ArbError(
                 f"`{folder.path}` has `{name}`, which the architecture does not have",
                 "import a Llama, Mistral, Qwen 2 or Qwen 3 without additions",
             )
+
+
+def _check_tied(folder: WeightFolder, head: str) -> None:
+    """Check that a head is the embedding: Transformers ties no others, whatever the settings.
+
+    Raises:
+        ArbError: they differ.
+    """
+    shape = folder.tensors[EMBEDDING].shape
+    is_same = folder.tensors[head].shape == shape
+    for start in range(0, shape[0], ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        is_same = is_same and torch.equal(folder.read(head, rows), folder.read(EMBEDDING, rows))
+    if not is_same:
+        raise ArbError(
+            f"`{folder.path}`: `{head}` differs from `{EMBEDDING}`, and `{CONFIG}` ties them",
+            f"set `tie_word_embeddings` to false in `{CONFIG}`, or remove `{head}` from the file",
+        )
