@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from arbcli.base.errors import ArbError, quoted
+from arbcli.base.errors import ArbError, os_errors, quoted
 from arbcli.generation.load import load_weights
 from arbcli.interop.formats import FORMATS, NAMES, name_of, output_path
 from arbcli.interop.gguf import export as gguf
@@ -84,6 +84,8 @@ def export(
             f"`--to {format}` is for models of the next byte alone, and this one fills holes",
             "use `--to safetensors`",
         )
+    with os_errors("make", path.parent, "choose another `--out`"):
+        path.parent.mkdir(parents=True, exist_ok=True)
     type_name = "trits" if weights.model.config.digits == "trit" else "all digits"
     if weights.model.config.weights != "ternary":
         type_name = "float32"
