@@ -19,7 +19,6 @@ from arbcli.data.special_tokens import (
     MAP,
     SETTINGS,
     folders_of,
-    keep_special_tokens,
     read_settings,
     set_special_tokens,
     special_tokens,
@@ -109,7 +108,7 @@ def template_digest(template: ChatTemplate | None) -> str:
 
 
 def keep_template(tokenizer: Path | str, run: Path) -> None:
-    """Copy the template, special tokens and stop tokens into a run, unless it has the same.
+    """Copy the template and special tokens into a run, unless it has the same.
 
     Other settings of the tokenizer in the run are kept. What an earlier run left is replaced.
 
@@ -118,7 +117,6 @@ def keep_template(tokenizer: Path | str, run: Path) -> None:
             none next to the tokenizer.
     """
     template, folder = find_template(tokenizer), run / COMPANIONS
-    keep_special_tokens(tokenizer, run)
     settings: dict[str, Any] = {}
     try:
         kept_digest = template_digest(find_template(run / TOKENIZER))

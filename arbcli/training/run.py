@@ -148,6 +148,8 @@ def start_run(
             if group.first and save:
                 if texts.tokenizer:
                     write_bytes(run / TOKENIZER, texts.tokenizer.content)
+                    keep = imported("arbcli.data.special_tokens:keep_special_tokens")
+                    keep(str(config.tokenizer), run)
                 if has_documents(config.field):
                     from arbcli.data.chat_template import keep_template
 

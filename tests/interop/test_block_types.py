@@ -33,19 +33,13 @@ def weights(trits, scales, group: int) -> torch.Tensor:
     ("kind", "group", "columns"),
     [(Q4_0, 32, 32), (Q4_0, 96, 704), (Q2_0, 64, 704), (Q2_0, 128, 704), (Q8_0, 32, 96)],
 )
-def test_blocks_of_trits_decode_to_the_same_weights(kind, group, columns):
+def test_blocks_of_trits_decode_to_the_same_weights_also_in_llama_cpp(kind, group, columns):
     trits, scales = trits_and_scales(3, columns, group)
-    data = encode_digits("w", trits, scales, group, kind)
+    data = encode_digits("w", trits, scales, group, kind).contiguous()
     assert data.nbytes == kind.num_bytes(trits.numel())
     assert torch.equal(kind.decode(data.flatten(), trits.shape), weights(trits, scales, group))
-
-
-@pytest.mark.parametrize(("kind", "group"), [(Q4_0, 32), (Q2_0, 64), (Q8_0, 32)])
-def test_blocks_equal_those_of_llama_cpp(kind, group):
-    xllamacpp = pytest.importorskip("xllamacpp", reason="needs the extra `export-test`")
+    xllamacpp = pytest.importorskip("xllamacpp", reason="the rest needs the extra `export-test`")
     library = ctypes.CDLL(xllamacpp.xllamacpp.__file__)
-    trits, scales = trits_and_scales(5, 192, group)
-    data = encode_digits("w", trits, scales, group, kind).contiguous()
     read = torch.empty(trits.shape)
     count = ctypes.c_int64(trits.numel())
     pointers = ctypes.c_void_p(data.data_ptr()), ctypes.c_void_p(read.data_ptr())
@@ -53,7 +47,7 @@ def test_blocks_equal_those_of_llama_cpp(kind, group):
     assert torch.equal(read, weights(trits, scales, group))
 
 
-def test_digits_that_a_type_does_not_hold_are_refused():
+def test_digits_scales_and_blocks_that_a_type_does_not_hold_are_refused():
     z = torch.tensor([[-127, 127, 21] + [0] * 29], dtype=torch.int8)
     scale = torch.tensor([[0.75]])
     read = Q8_0.decode(encode_digits("w", z, scale, 32, Q8_0).flatten(), (1, 32))
@@ -61,19 +55,6 @@ def test_digits_that_a_type_does_not_hold_are_refused():
     for too_large in (z, z.clamp(max=7), z.clamp(min=-7)):  # at either end
         with pytest.raises(ArbError, match="more digits than Q4_0 holds"):
             encode_digits("w", too_large, scale, 32, Q4_0)
-
-
-def test_tiny_scales_of_all_digits_are_rounded():
-    z = torch.arange(-127, 129, dtype=torch.int16).clamp(max=127).to(torch.int8).view(8, 32)
-    scales = 2.0 ** -torch.arange(14.0, 30.0, 2)[:, None] * 1.40625
-    read = Q8_0.decode(encode_digits("w", z, scales, 32, Q8_0).flatten(), (8, 32))
-    assert (read - z * scales).abs().max() <= 127 * 2.0**-25
-    assert torch.equal(read[:2], (z * scales)[:2])
-    with pytest.raises(ArbError, match="`w` has a scale that fp16 does not hold"):
-        encode_digits("w", z, scales * 2.0**32, 32, Q8_0)
-
-
-def test_blocks_and_scales_that_a_type_does_not_hold_are_refused():
     ones, scales = torch.ones(1, 64, dtype=torch.int8), torch.tensor([[2.0**-25 * 1.5]])
     with pytest.raises(ArbError, match="`w` has a scale that fp16 does not hold") as caught:
         encode_digits("w", ones[:, :32], scales, 32, Q4_0)
@@ -84,6 +65,16 @@ def test_blocks_and_scales_that_a_type_does_not_hold_are_refused():
     for group, columns in ((16, 64), (32, 33)):
         with pytest.raises(ArbError, match="not the blocks of 32"):
             encode_digits("w", ones[:, :columns], scales.expand(1, 4), group, Q4_0)
+
+
+def test_tiny_scales_of_all_digits_are_rounded():
+    z = torch.arange(-127, 129, dtype=torch.int16).clamp(max=127).to(torch.int8).view(8, 32)
+    scales = 2.0 ** -torch.arange(14.0, 30.0, 2)[:, None] * 1.40625
+    read = Q8_0.decode(encode_digits("w", z, scales, 32, Q8_0).flatten(), (8, 32))
+    assert (read - z * scales).abs().max() <= 127 * 2.0**-25
+    assert torch.equal(read[:2], (z * scales)[:2])
+    with pytest.raises(ArbError, match="`w` has a scale that fp16 does not hold"):
+        encode_digits("w", z, scales * 2.0**32, 32, Q8_0)
 
 
 @pytest.mark.parametrize("kind", [Q4_0, Q2_0, Q8_0])

@@ -268,9 +268,16 @@ def test_template_and_ends_of_a_tokenizer_are_those_that_arb_reads(tmp_path):
         tmp_path / "tokenizer_config.json", {"eos_token": "<end>", "chat_template": templates}
     )
     write_json(tmp_path / GENERATION, {"eos_token_id": [257, 256]})
-    keys = token_keys(path, None, SimpleNamespace(vocabulary=258))
+    config = SimpleNamespace(vocabulary=258)
+    keys = token_keys(path, None, config)
     named = {name: keys[f"tokenizer.ggml.{name}_token_id"][1] for name in ("eos", "eot")}
     assert named == {"eos": 256, "eot": 257}
     assert keys["tokenizer.chat_template"][1] == "a"
     assert keys["tokenizer.ggml.add_bos_token"][1] is False
     assert stop_tokens(Tokenizer.read(path), path) == [256, 257]
+    for name, end in ("tokenizer_config.json", 257), (GENERATION, 256):  # the first special token
+        (tmp_path / name).unlink()
+        assert token_keys(path, None, config)["tokenizer.ggml.eos_token_id"][1] == end
+    write_json(path, TOKENIZER)
+    keys = token_keys(path, None, SimpleNamespace(vocabulary=len(TOKENIZER["model"]["vocab"])))
+    assert keys["tokenizer.ggml.eos_token_id"][1] == TOKENIZER["model"]["vocab"]["Ā"]

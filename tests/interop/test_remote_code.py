@@ -183,7 +183,7 @@ def test_code_only_imports_torch_and_transformers_and_weights_stay_packed(export
     assert "| parts | latent, memgram, memories, mlp, sequencer |" in card
 
 
-def test_models_here_have_all_parts():
+def test_models_here_have_all_parts_and_their_code_no_others():
     used = {part.kind for config in CONFIGS.values() for part in every_part(config)}
     every = {kind for slot in kinds.SLOTS.values() for kind in slot}
     assert used | {"ahead"} == every | {"iterated"}

@@ -139,9 +139,8 @@ def test_file_describes_the_tokens(transformers, tmp_path, arb_done, monkeypatch
     for companion in [*companions.iterdir()]:  # each may be absent
         if companion.name != "config.json":
             companion.unlink()
-            has_template = (companions / "chat_template.jinja").exists()
-            keys = token_keys(path, companions, config)
-            assert ("tokenizer.chat_template" in keys) == has_template
+            has_template = "tokenizer.chat_template" in token_keys(path, companions, config)
+            assert has_template == (companions / "chat_template.jinja").exists()
 
 
 def test_model_of_tokens_from_scratch_is_exported(transformers, tmp_path, arb_here, monkeypatch):
@@ -153,17 +152,19 @@ def test_model_of_tokens_from_scratch_is_exported(transformers, tmp_path, arb_he
     for words in (
         f"train {model} --tokenizer folder/tokenizer.json --data text --steps 2 --batch 2"
         " --compute fp32 --device cpu --weights int8 --out run --eval-every 0",
-        "export run --to hf --out back",
-        "export run --to gguf --type f32 --out back.gguf",
+        "export run --to hf --out far/back",
+        "export run --to gguf --type f32 --out far/back.gguf",
     ):
         done = arb_here(*words.split())
         assert done.returncode == 0, done.stderr
     ours = load_model(tmp_path / "run", device="cpu", compute="fp32")
-    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "far" / "back")
     ids = back(PROMPT)["input_ids"]
     assert ids == symbols_of(ours, PROMPT.encode()) == tokenizer(PROMPT)["input_ids"]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "far" / "back")
     assert theirs.config.vocab_size == ours.config.vocabulary
+    end = tokenizer.convert_tokens_to_ids("<end>")
+    assert (back.eos_token, theirs.generation_config.eos_token_id) == ("<end>", [end])
     (tmp_path / "run" / "tokenizer.json").write_text("{}")
     done = arb_here("export", "run", "--to", "hf", "--out", "other")
     assert "is not the tokenizer of" in done.stderr

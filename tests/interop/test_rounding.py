@@ -153,13 +153,7 @@ def test_report_counts_weights_far_from_the_others():
     lm = LanguageModel(preset("tiny", dim=64, layers=1, heads=2, ffn=64, digits="all"))
     tensor = lm.head.weight
     part = Part("ours", "theirs", slice(16, 24), (8, 64))
-    read = []
-
-    def pieces(name, rows):
-        read.append(rows)
-        return weight[rows]
-
-    folder = SimpleNamespace(path="a", read=pieces)
+    folder = SimpleNamespace(path="a", read=lambda _, rows: weight[rows])
     report, (error, squares) = run._round(folder, tensor, part, False)
     size = float(weight.square().mean().sqrt())
     assert (report.name, report.shape) == ("theirs", (8, 64))

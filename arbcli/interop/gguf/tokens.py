@@ -46,6 +46,8 @@ PLAIN_MODEL: dict[str, tuple[Any, ...]] = {
 """Options of a model and the values that GGUF can hold."""
 PLAIN_ADDED = ("single_word", "lstrip", "rstrip")
 """Options of an added token, which must be off."""
+NUL = "\u0100"
+"""Text of the token of byte 0, which no text has."""
 HINT = "use `--to hf`, where the tokenizer goes along as it is"
 
 
@@ -93,7 +95,12 @@ def token_keys(
         if len(reader.beginning) > 1:
             raise _refused(path, f"{len(reader.beginning)} tokens before a text")
         ends["bos"] = reader.beginning[0]
-    others = [token for token in stop_tokens(reader, path) if token != ends.get("eos")]
+    stops = stop_tokens(reader, path)
+    if "eos" not in ends:  # without one, llama.cpp ends texts at token 11
+        unread = (token for token in range(config.vocabulary) if kinds[token] in (CONTROL, UNUSED))
+        end = next(chain(stops, unread), tokenizer["model"]["vocab"].get(NUL))
+        ends |= {} if end is None else {"eos": end}
+    others = [token for token in stops if token != ends.get("eos")]
     if others:  # llama.cpp ends texts at these, too
         ends["eot"] = others[0]
     sources = chain.from_iterable(map(template_sources, folders_of(path)))

@@ -15,7 +15,8 @@ from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER
 from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.data.special_tokens import GENERATION, SETTINGS, read_settings
+from arbcli.data.special_tokens import GENERATION, SETTINGS, read_settings, stop_tokens
+from arbcli.data.tokens import Tokenizer
 from arbcli.generation.load import Weights
 from arbcli.interop.gguf.block_types import BF16, F16, F32, BlockType, encode_numbers
 from arbcli.interop.gguf.container import Entry
@@ -134,6 +135,9 @@ def _write_companions(folder: Path, weights: Weights, about: dict[str, Any]) -> 
     config, run = weights.model.config, weights.path.parent / COMPANIONS
     companion_files.copy_companions(run, folder)
     ends, names = read_settings(run, GENERATION), {}
+    if path := companion_files.tokenizer_of(weights):
+        stops = stop_tokens(Tokenizer.read(path), path)
+        ends |= {"eos_token_id": stops} if stops else {}
     if config.vocabulary == VOCABULARY:
         ends = {"eos_token_id": END, "pad_token_id": END}
         end = byte_symbols()[END]  # the character `end` of a text stays two bytes
