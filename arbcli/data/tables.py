@@ -1,6 +1,7 @@
 """Rows and columns of Parquet and Arrow files, read a batch of rows at a time."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,18 +20,11 @@ def rows_of(path: Path) -> Iterator[bytes]:
     """Yield the rows of a table as lines of JSON, without values that are missing.
 
     Raises:
-        ArbError: the file is damaged, or a value has no form in JSON.
+        ArbError: the file is damaged.
     """
     for batch in _batches(path):
         for row in batch.to_pylist():
-            try:
-                text = json.dumps(_drop_missing(row), ensure_ascii=False)
-            except TypeError as error:  # such as bytes, or a date
-                raise ArbError(
-                    f"`{path}` has a column that JSON has no form for: {error}",
-                    "leave the column out",
-                ) from None
-            yield text.encode() + b"\n"
+            yield json.dumps(_as_json(row), ensure_ascii=False).encode() + b"\n"
 
 
 def column_of(path: Path, field: str) -> Iterator[bytes]:
@@ -113,11 +107,18 @@ def _no_text(path: Path, field: str) -> ArbError:
     return ArbError(f"the column `{field}` of `{path}` has no text", "name another with `--field`")
 
 
-def _drop_missing(value: Any) -> Any:
-    """Leave out fields that are None: columns have every field that any row has."""
+def _as_json(value: Any) -> Any:
+    """Convert a value to one of JSON, without fields that are None: columns have all fields.
+
+    Dates and other objects become their texts, and bytes and numbers that are not finite None.
+    """
     if isinstance(value, dict):
-        return {k: _drop_missing(part) for k, part in value.items() if part is not None}
-    return [*map(_drop_missing, value)] if isinstance(value, list) else value
+        return {name: _as_json(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list | tuple):
+        return [*map(_as_json, value)]
+    if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _value(value: Any, path: Path, field: str) -> Any:
