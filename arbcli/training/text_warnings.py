@@ -31,11 +31,10 @@ def text_warnings(texts: Texts) -> list[str]:
             f"warning: NUL bytes in `{binaries[0]}`{more}, which may be binary or UTF-16: leave"
             " binary files out, and convert others to UTF-8"
         )
-    if shared := {*texts.train.pieces} & {*texts.val.pieces}:
-        path = min(path for path, _, _ in shared)
+    if shared := _shared_files(texts):
         warnings.append(
-            f"warning: `{path}` is both training and held-out text, so that the held-out loss is of"
-            " what was learnt; leave `--val` out to hold a part out"
+            f"warning: `{min(shared)}` is both training and held-out text, so that the held-out"
+            " loss is of what was learnt; name other files with `--val`"
         )
     if texts.tokenizer is not None and not texts.train.packs:
         warnings += lost_text(both[0].read(0, min(len(both[0]), SAMPLE_BYTES)), texts.tokenizer)
@@ -46,6 +45,18 @@ def text_warnings(texts: Texts) -> list[str]:
             f" {val:.2f} nats, not {train:.2f}; name another with `--val`"
         )
     return warnings
+
+
+def _shared_files(texts: Texts) -> list[Path]:
+    """Return the files of which a part is both training and held-out text, as in a mixture."""
+    learnt: dict[Path, list[tuple[int, int]]] = {}
+    for path, start, stop in texts.train.pieces:
+        learnt.setdefault(path, []).append((start, stop))
+    return [
+        path
+        for path, start, stop in texts.val.pieces
+        if any(begin < stop and start < end for begin, end in learnt.get(path, ()))
+    ]
 
 
 def lost_text(sample: bytes, tokenizer: "Tokenizer") -> list[str]:

@@ -85,12 +85,11 @@ def test_text_that_a_tokenizer_loses_is_said(byte_tokenizer):
 
 
 def test_text_that_is_both_trained_on_and_held_out_is_noted(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).write_text(f"words of the text {name}. " * 200)
+    for name, times in (("a", 900), ("b", 200)):
+        (tmp_path / name).write_text(f"words of the text {name}. " * times)
     both, other = ([str(tmp_path / name)] for name in ("a", "b"))
     (warning,) = text_warnings(open_texts(both, both, **WHERE))
     assert f"`{both[0]}` is both training and held-out text" in warning
-    mixed = open_texts([f"{both[0]}:0.5", f"{other[0]}:0.5"], other, **WHERE)
+    mixed = open_texts([f"{tmp_path}:0.5", f"{other[0]}:0.5"], None, **WHERE, split="files")
     assert f"`{other[0]}` is both" in text_warnings(mixed)[0]
-    assert text_warnings(open_texts(both, other, **WHERE)) == []
-    assert text_warnings(open_texts(both, [], **WHERE)) == []
+    assert not any(text_warnings(open_texts(both, val, **WHERE)) for val in (other, []))
