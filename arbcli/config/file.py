@@ -24,7 +24,14 @@ from arbcli.config.model_file import model_from_toml, model_lines, to_toml
 from arbcli.config.presets import config_from_dict
 from arbcli.config.settings import as_type, plain_type
 from arbcli.config.short_forms import ARGUMENTS
-from arbcli.config.training import OPTIMIZERS, TrainConfig, field_of, spelled_out, train_config_dict
+from arbcli.config.training import (
+    OPTIMIZERS,
+    TrainConfig,
+    default_sums,
+    field_of,
+    spelled_out,
+    train_config_dict,
+)
 
 TOP = {
     field.name: plain_type(field.type)
@@ -68,6 +75,8 @@ def read_settings(path: Path) -> dict[str, Any]:
             if value is not None:  # JSON has null where nothing was given
                 kind = TOP[name] if known is TOP else plain_type(ARGUMENTS[name].annotation)
                 settings[spelling] = as_type(value, kind, f"`{where}{name}` in `{path}`")
+    if values.get("reduce_dtype", "") is None and default_sums(settings.get("accum", 1)):
+        settings["reduce_dtype"] = "none"  # not the default
     if settings.get("optimizer") == OPTIMIZERS["ternary"][0]:  # follows from the weights
         del settings["optimizer"]
     return spelled_out(settings)
@@ -115,6 +124,8 @@ def settings_text(config: TrainConfig, without: Collection[str] = ()) -> str:
     values = train_config_dict(config)
     values = {name: value for name, value in values.items() if name not in ("model", *without)}
     settings = {name: value for name, value in values.items() if value is not None}
+    if config.reduce_dtype is None and default_sums(config.accum):
+        settings["reduce_dtype"] = "none"
     lines = [f"{name} = {to_toml(value)}" for name, value in settings.items()]
     return "\n".join([*lines, "", *model_lines(config.model)]) + "\n"
 

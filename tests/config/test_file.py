@@ -18,7 +18,7 @@ GIVEN = [
         "sub_norms": False,
         "lr": 1e-5,
     },
-    {"preset": "small", "rule": "votes", "steps": 7, "eval_every": 3, "field": "text"},
+    {"preset": "small", "rule": "votes", "eval_every": 3, "accum": 8, "reduce_dtype": "none"},
     {"preset": "arb-tiny", "moe": True, "graph": True, "codes": (8, 8)},
     {"preset": "base", "weights": "float", "optimizer": "muon"},
     {"preset": "hnet-tiny", "outer_blocks": "mamba", "chunk_length": (5,), "digits": "all"},
