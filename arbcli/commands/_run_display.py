@@ -90,6 +90,8 @@ class RunDisplay(Observer):
         note(f"        {text['val_bytes']:,} held out, order-0 entropy {text['entropy']:.3f} nats")
         if text.get("tokenizer"):
             train, self.symbol_bytes = trainer.texts.train, trainer.texts.val.symbol_bytes
+            if train.packs:  # records are not the text of their windows
+                self._train_bytes = train.window_bytes(range(train.windows(0)), 0)
             note(
                 f"        as {len(train):,} tokens of {train.symbol_bytes:.2f} bytes to train on,"
                 f" of a vocabulary of {model.vocabulary:,}"

@@ -290,10 +290,11 @@ def test_command_trains_on_chats_and_resumes_to_the_same_bits(
     wanted = (run / "step-000004.safetensors").read_bytes()
     seen = [json.loads(line)["bytes_seen"] for line in (run / "metrics.jsonl").open()]
     (run / "step-000004.safetensors").unlink()
-    arb_done("train", "--resume", str(run), "--quiet")
+    resumed = arb_done("train", "--resume", str(run))
     assert (run / "step-000004.safetensors").read_bytes() == wanted
-    again = [json.loads(line)["bytes_seen"] for line in (run / "metrics.jsonl").open()]
-    assert again == seen
+    assert [json.loads(line)["bytes_seen"] for line in (run / "metrics.jsonl").open()] == seen
+    # eight windows of 54, each of a record
+    assert float(re.findall("([0-9.]+) epochs", resumed.stderr)[-1]) == pytest.approx(8 / 54, 0.1)
     # four steps of two windows of 48 tokens, most of one byte, with padding between documents
     assert 4 * 2 * 24 < seen[-1] < 4 * 2 * 160
     plain = arb_done(*words, "--steps", "1", "--show-windows", "1")
