@@ -68,9 +68,10 @@ def missing_checkpoint(directory: Path) -> ArbError:
                 f"`{directory}` is a model of Transformers, and no run",
                 f"convert it to one: `arb import {shell_word(directory)}`",
             )
-    return ArbError(
-        f"there is no checkpoint in `{directory}`", "name the directory of a run with a checkpoint"
-    )
+    hint = "name the directory of a run with a checkpoint"
+    if best := best_checkpoints(directory):
+        hint = f"name the best one of the run: `{shell_word(best[-1])}`"
+    return ArbError(f"there is no checkpoint in `{directory}`", hint)
 
 
 def run_of(path: Path) -> Path:
