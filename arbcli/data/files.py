@@ -131,7 +131,11 @@ def absolute_entry(entry: str) -> str:
     if name == STDIN:
         path = str(imported("arbcli.data.sources:stdin_file")())
         return path if weight is None else f"{path}:{weight}"
-    return entry if name.startswith(HUB) else os.path.abspath(os.path.expanduser(entry))
+    if name.startswith(HUB):
+        return entry
+    is_glob = not _mode(os.path.expanduser(name))
+    folder = glob.escape(os.getcwd()) if is_glob else os.getcwd()
+    return os.path.normpath(os.path.join(folder, os.path.expanduser(entry)))
 
 
 def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Path]:

@@ -258,16 +258,16 @@ def test_counters_that_are_added_up_go_on_in_one_process_alone(rank, options):
 @pytest.mark.parametrize("split", ["files", "within"])
 def test_texts_of_a_run_are_split_again_as_they_were(split, options, monkeypatch, tmp_path):
     """Wherever it goes on, and whatever would be chosen today."""
-    monkeypatch.chdir(tmp_path)
+    (began := tmp_path / "[a]").mkdir()
+    monkeypatch.chdir(began)
     for name, size in (("a.txt", 3000), ("b.txt", 400)):
         Path(name).write_bytes(Path(options["data"][0]).read_bytes()[:size])
-    config = new_config(**options | {"data": ["a.txt", "b.txt"], "val": ()})
+    config = new_config(**options | {"data": ["a*.txt", "b.txt"], "val": ()})
     texts = open_run_texts(config, split=split)
     assert texts.split == split
     facts = run_facts(tmp_path, config, texts)
-    for folder in ("elsewhere", "."):
-        Path(folder).mkdir(exist_ok=True)
-        monkeypatch.chdir(tmp_path / folder)
+    for folder in ("..", "."):
+        monkeypatch.chdir(began / folder)
         again = open_texts_again(facts, config)
         assert training.text_digest(again) == facts["text"]["digest"]
         assert again.split == split
