@@ -336,7 +336,7 @@ def _choose_step(
     from arbcli.inspect.recipe import EPOCHS, choose_step, usable_bytes
 
     budget = usable_bytes(torch.device(config.device), processes)
-    size = len(texts.train)
+    size = texts.train.pass_symbols
     recipe = choose_step(
         config, budget, text_tokens=size, processes=processes, sums=sums, progress=display.wait
     )

@@ -154,6 +154,11 @@ class Chats(Text):
         """Return the number of tokens with a loss in windows."""
         return int(self._learnt[[*starts]].sum())
 
+    @property
+    def pass_symbols(self) -> int:
+        """Number of positions of all windows."""
+        return len(self.bins) * self.context
+
     def window_bytes(self, starts: Sequence[int], _context: int) -> int:
         """Return the number of bytes of text in windows, without padding."""
         return int(self._bytes[[*starts]].sum())

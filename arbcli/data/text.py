@@ -181,6 +181,11 @@ class Text:
         """Return the number of symbols with a loss in windows with `context` predictions each."""
         return len(starts) * context
 
+    @property
+    def pass_symbols(self) -> int:
+        """Number of positions in windows that read the text once, with padding."""
+        return len(self)
+
     def window_bytes(self, starts: Sequence[int], context: int) -> int:
         """Return the number of bytes in windows with `context` predictions each, on average."""
         return round(len(starts) * context * self.symbol_bytes)
