@@ -35,15 +35,12 @@ KINDS = {
     "Qwen 3, tied": (
         "Qwen3",
         {
-            "head_dim": 32,
-            "tie_word_embeddings": True,
-            "use_sliding_window": True,
-            "sliding_window": 16,
-            "max_window_layers": 1,
+            "head_dim": 32, "tie_word_embeddings": True, "use_sliding_window": True,
+            "sliding_window": 16, "max_window_layers": 1,
         },
     ),
     "Mistral": ("Mistral", {"rms_norm_eps": 1e-5, "sliding_window": 24}),
-}
+}  # fmt: skip
 """A class of Transformers, and its configuration besides `SIZES`."""
 BITNET = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2,

@@ -22,13 +22,11 @@ SEEDS = (0, 3)
 DIGITS = 16
 """Number of digits of a stored digest."""
 ASPECTS = {
-    "names": (),
-    "shapes": ("out_features", "in_features", "matrices"),
-    "starts": ("std", "spread", "frozen"),
-    "steps": ("lr_factor", "direction"),
+    "names": (), "shapes": ("out_features", "in_features", "matrices"),
+    "starts": ("std", "spread", "frozen"), "steps": ("lr_factor", "direction"),
     "areas": ("area", "low_precision"),
     "groups": ("grouped", "forward_weights", "backward_weights"),
-}
+}  # fmt: skip
 """Attributes of a weight, by what they are about."""
 
 

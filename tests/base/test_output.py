@@ -15,15 +15,11 @@ from arbcli.base.output import LiveLine, TextWriter, emit, fail, note, printable
 CLIPBOARD = "\x1b]52;c;cm0gLXJmIC8=\x07"
 SHOWN = r"\x1b]52;c;cm0gLXJmIC8=\x07"
 OBEYED = {
-    CLIPBOARD: SHOWN,
-    "\x1b[2J\x1b[1;1H": r"\x1b[2J\x1b[1;1H",
-    "\x9b31m\x7f\x00": r"\x9b31m\x7f\x00",
-    "over\rwritten\b\v\f": r"over\rwritten\x08\x0b\x0c",
-    "txt.\u202efdp": r"txt.\u202efdp",
-    "\u2066\u2028\u200f": r"\u2066\u2028\u200f",
-    os.fsdecode(b"name \xff"): r"name \udcff",
-    "naïve\tπ\n[bold] \\": "naïve\tπ\n[bold] \\",
-}
+    CLIPBOARD: SHOWN, "\x1b[2J\x1b[1;1H": r"\x1b[2J\x1b[1;1H",
+    "\x9b31m\x7f\x00": r"\x9b31m\x7f\x00", "over\rwritten\b\v\f": r"over\rwritten\x08\x0b\x0c",
+    "txt.\u202efdp": r"txt.\u202efdp", "\u2066\u2028\u200f": r"\u2066\u2028\u200f",
+    os.fsdecode(b"name \xff"): r"name \udcff", "naïve\tπ\n[bold] \\": "naïve\tπ\n[bold] \\",
+}  # fmt: skip
 
 
 def test_control_characters_are_shown():

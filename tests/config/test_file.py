@@ -12,15 +12,10 @@ from arbcli.config.training import train_config_dict
 from arbcli.training.configure import new_config
 
 GIVEN = [
-    {
-        "preset": "tiny",
-        "data": ('a "b"\\\x7f\n.txt', "ü", "\U0001f600"),
-        "sub_norms": False,
-        "lr": 1e-5,
-    },
+    {"preset": "tiny", "data": ('a "b"\\\x7f\n.txt', "ü", "\U0001f600"), "sub_norms": False},
     {"preset": "small", "rule": "votes", "eval_every": 3, "accum": 8, "reduce_dtype": "none"},
     {"preset": "arb-tiny", "moe": True, "graph": True, "codes": (8, 8)},
-    {"preset": "base", "weights": "float", "optimizer": "muon"},
+    {"preset": "base", "weights": "float", "optimizer": "muon", "lr": 1e-5},
     {"preset": "hnet-tiny", "outer_blocks": "mamba", "chunk_length": (5,), "digits": "all"},
 ]
 

@@ -59,14 +59,11 @@ def report() -> dict:
         }  # fmt: skip
 
     return {
-        "readings": [reading(step) for step in range(4)],
-        "uniform_loss": 5.545,
-        "text_entropy": 3.2,
-        "chunks": None,
-        "num_weights": 3_342_336,
+        "readings": [reading(step) for step in range(4)], "uniform_loss": 5.545,
+        "text_entropy": 3.2, "chunks": None, "num_weights": 3_342_336,
         "config": {"model": asdict(preset("tiny", ctx=64))},
         "verdicts": [{"name": "ok", "evidence": ""}],
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture

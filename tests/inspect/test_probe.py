@@ -224,12 +224,11 @@ def test_flips_are_those_that_the_updates_count(rule, text):
         of_tensor = torch.stack([trits[tensor.name] for trits in seen]).int()
         before, after = of_tensor[:-1], of_tensor[1:]
         counted = {
-            "up_share": after > before,
-            "down_share": after < before,
+            "up_share": after > before, "down_share": after < before,
             "into_zero_share": (after == 0) & (before != 0),
             "out_of_zero_share": (after != 0) & (before == 0),
             "still_share": (after == before).all(0),
-        }
+        }  # fmt: skip
         for name, moves in counted.items():
             assert getattr(tensor, name) == pytest.approx(float(moves.double().mean()), abs=1e-6)
         assert tensor.changed

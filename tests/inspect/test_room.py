@@ -57,14 +57,12 @@ DENSE = 2 * (6 * 64 + 2 * 176)
 @pytest.mark.parametrize(
     ("options", "accum", "width", "numbers"),
     [
-        ({}, 1, 4, DENSE),
-        ({"compute": "bf16", "accum": 3}, 3, 2, DENSE),
-        ({"recompute": True}, 1, 4, 2 * 64),
-        ({"weights": "float"}, 1, 4, 2 * 64),
+        ({}, 1, 4, DENSE), ({"compute": "bf16", "accum": 3}, 3, 2, DENSE),
+        ({"recompute": True}, 1, 4, 2 * 64), ({"weights": "float"}, 1, 4, 2 * 64),
         ({"preset": "arb-tiny", "attention": "none"}, 1, 4, 2 * (64 + 2 * 176)),
         ({"preset": "hnet-tiny"}, 1, 4, 0),
     ],
-)
+)  # fmt: skip
 def test_least_is_state_batches_activations_and_logits(options, accum, width, numbers):
     config = new_config(**SHAPE | {"device": "cpu"} | options)
     state = predict(config.model)

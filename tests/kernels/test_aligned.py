@@ -15,17 +15,12 @@ from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.registry import KERNELS
 
 WIDE = {
-    "attend_ahead": ("qkv", "cos", "sin"),
-    "attend_parts": ("qkv", "cos", "sin"),
+    "attend_ahead": ("qkv", "cos", "sin"), "attend_parts": ("qkv", "cos", "sin"),
     "causal_attention_backward": ("grad_y", "q", "k", "v", "y"),
-    "dropped_attention_backward": ("grad_y", "q", "k", "v", "y"),
-    "int8_matmul": ("x",),
-    "gram": ("x",),
-    "grouped_matmul": ("w",),
-    "prepacked_rows": ("x",),
-    "rotary_attention_backward": ("grad_y", "qkv", "y"),
-    "row_matmul": ("x",),
-}
+    "dropped_attention_backward": ("grad_y", "q", "k", "v", "y"), "int8_matmul": ("x",),
+    "gram": ("x",), "grouped_matmul": ("w",), "prepacked_rows": ("x",),
+    "rotary_attention_backward": ("grad_y", "qkv", "y"), "row_matmul": ("x",),
+}  # fmt: skip
 """By kernel: arguments that may begin anywhere and are loaded so; attention refuses other rings."""
 
 BORROWED = {

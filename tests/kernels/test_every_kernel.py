@@ -415,13 +415,9 @@ ROUNDED_ELSEWHERE = {
 """Kernels that round on the way, or not at all: their own tests have them in bfloat16."""
 IN_BFLOAT16 = [s.name for s in KERNELS if s.bfloat16 and s.name not in ROUNDED_ELSEWHERE]
 SEVERAL_ROUNDINGS = {
-    "causal_attention_backward",
-    "dropped_attention_backward",
-    "gram_polynomial",
-    "decode_attention",
-    "decode_attention_8bit",
-    "row_matmul",
-}
+    "causal_attention_backward", "dropped_attention_backward", "gram_polynomial",
+    "decode_attention", "decode_attention_8bit", "row_matmul",
+}  # fmt: skip
 """Those whose results, or what the reference did not round, are rounded to bfloat16 once more; or
 whose results are so few that the rounding of one of them, of up to 3.9e-3, may be all there is."""
 

@@ -234,12 +234,10 @@ def test_patterns_choose_what_is_converted_and_how(skip):
     assert {
         name: (type(part), part.rule.name, part.group_size) for name, part in tensors.items()
     } == {
-        "embedding.weight": (Symbols, "moment", 64),
-        "inner.0.weight": (Matrix, "nibble", 32),
-        "inner.0.bias": (Numbers, "nibble", 32),
-        "inner.2.weight": (Matrix, "carry", 32),
+        "embedding.weight": (Symbols, "moment", 64), "inner.0.weight": (Matrix, "nibble", 32),
+        "inner.0.bias": (Numbers, "nibble", 32), "inner.2.weight": (Matrix, "carry", 32),
         "inner.2.bias": (Numbers, "nibble", 32),
-    }
+    }  # fmt: skip
     assert model.head._packed["weight"] is tensors["embedding.weight"]
     assert not any(name.startswith("head") for name in model.state_dict())
     for pattern in ({"skip": ["innner"]}, {"rules": {"x*": "carry"}}):

@@ -100,16 +100,14 @@ def test_repeated_text_is_proposed(size, sure, wanted, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("tiny", SMALL | {"streams": 4}),
-        ("tiny", SMALL | {"key_heads": 1}),
+        ("tiny", SMALL | {"streams": 4}), ("tiny", SMALL | {"key_heads": 1}),
         ("tiny", SMALL | {"experts": 3}),
         ("arb-long", SMALL | {"head_width": 16, "rotary": 8, "window": 8, "top_k": 2}),
-        ("arb-tiny", SMALL | {"latent": 32, "rotary": 8}),
-        ("hnet-tiny", SMALL | HNET),
+        ("arb-tiny", SMALL | {"latent": 32, "rotary": 8}), ("hnet-tiny", SMALL | HNET),
         ("hnet-tiny", SMALL | HNET | {"outer_blocks": "mamba"}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_models_that_cannot_check_refuse_it(name, changes):
     lm = model(4, DTYPES[0], name, **changes)
     with lm.prepared_weights(), pytest.raises(ArbError, match="does not support `--ahead`"):

@@ -18,15 +18,8 @@ from arbcli.training.step import minimised
 from arbcli.verify.reference import Reference
 
 PARTS = (
-    "attention",
-    "sequencer",
-    "codebook",
-    "knowledge_codebook",
-    "moe",
-    "graph",
-    "router",
-    "memgram",
-)
+    "attention", "sequencer", "codebook", "knowledge_codebook", "moe", "graph", "router", "memgram",
+)  # fmt: skip
 LEFT_OUT = [
     {"attention": False, "moe_gate": "softplus", "shared_expert": True},
     {"sequencer": False, "moe_gate": "hash", "moe_clamp": True},

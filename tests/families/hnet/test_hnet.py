@@ -24,13 +24,10 @@ TWO_STAGES = {
     "chunk_length": (2, 2),
 }  # fmt: skip
 KINDS = {
-    "learned": {},
-    "every": {"boundaries": "every"},
-    "space": {"boundaries": "space"},
-    "two stages": TWO_STAGES,
-    "mamba": {"outer_blocks": "mamba", "states": 7},
+    "learned": {}, "every": {"boundaries": "every"}, "space": {"boundaries": "space"},
+    "two stages": TWO_STAGES, "mamba": {"outer_blocks": "mamba", "states": 7},
     "every, two stages": TWO_STAGES | {"boundaries": "every"},
-}
+}  # fmt: skip
 """Options by what says where chunks begin."""
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_other_kind = pytest.mark.parametrize("kind", ["every", "two stages", "mamba"])

@@ -269,10 +269,9 @@ def test_losses_are_summed_by_kind_of_byte(cuts, tmp_path, device):
     parts = [
         b"text before ",
         SoundHeader("pcm16", 8000, 2, 50).encode() + sound.encode_samples(samples, "pcm16"),
-        b" and between ",
-        PictureHeader("rgb", 5, 4).encode() + pictures._rows(pixels),
+        b" and between ", PictureHeader("rgb", 5, 4).encode() + pictures._rows(pixels),
         b" and after",
-    ]
+    ]  # fmt: skip
     path = tmp_path / "mixed"
     path.write_bytes(b"".join(parts))
     size = path.stat().st_size

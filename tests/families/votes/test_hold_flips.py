@@ -53,13 +53,10 @@ def ballot(rows: int, columns: int, most_votes: int, device) -> tuple[torch.Tens
 @pytest.mark.parametrize(
     ("shape", "threshold", "most"),
     [
-        ((1, 1), 1, 1),
-        ((3, 33), 3, 3),
-        ((5, 161), 127, 40),
-        ((5, 161), 1, 10**6),
+        ((1, 1), 1, 1), ((3, 33), 3, 3), ((5, 161), 127, 40), ((5, 161), 1, 10**6),
         ((1, 1311), 3, 40),
     ],
-)
+)  # fmt: skip
 def test_held_trits_equal_the_reference(shape, threshold, most, device):
     inputs = ballot(*shape, 127 if threshold == 127 else 4, device)
     given = *inputs, scalar(threshold, device), scalar(-5, device), most

@@ -14,12 +14,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 PAIR = {"keys": 1, "values": 1}
 RINGS = {
-    "attend_parts": PAIR,
-    "attend_ahead": PAIR,
-    "decode_attention": PAIR,
+    "attend_parts": PAIR, "attend_ahead": PAIR, "decode_attention": PAIR,
     "decode_attention_8bit": PAIR | {"exponents": 2},
     "decode_latent": {"latent": 0, "rotated": 0, "lengths": 0},
-}
+}  # fmt: skip
 """By kernel: its rings, with their dimension of slots."""
 RUBBISH = ((0.0, 0), (torch.nan, 99))
 """Numbers and codes of eight bits."""

@@ -52,14 +52,11 @@ def test_rows_are_added_in_the_order_of_the_slots(backend, device):
 @pytest.mark.parametrize(
     ("ids", "num_rows", "rows"),
     [
-        ([], 5, []),
-        ([-1, -1], 5, [5, 5]),
-        ([0, 1], 0, []),
-        ([3, 3, 3], 5, [3, 5, 5]),
+        ([], 5, []), ([-1, -1], 5, [5, 5]), ([0, 1], 0, []), ([3, 3, 3], 5, [3, 5, 5]),
         ([1, 0, 1, 0, 1], 2, [0, 1]),
         ([(1 << 40) + 1, 1, 1 << 40], 1 << 41, [1, 1 << 40, (1 << 40) + 1]),
     ],
-)
+)  # fmt: skip
 def test_touched_rows_of_awkward_ids(ids, num_rows, rows, device):
     touched = touched_rows(torch.tensor(ids, dtype=torch.int64, device=device), num_rows)
     assert touched.rows.tolist() == rows
