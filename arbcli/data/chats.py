@@ -22,7 +22,7 @@ from arbcli.data.chat_template import (
     find_template,
     template_digest,
 )
-from arbcli.data.conversion import RECORD_BYTES, converted
+from arbcli.data.conversion import RECORD_BYTES, converted, source_of
 from arbcli.data.files import CHATS, JOINED
 from arbcli.data.special_tokens import stop_tokens
 from arbcli.data.text import Mixture, Text
@@ -119,7 +119,7 @@ class Chats(Text):
                 totals.append((learnt, int(sizes[: len(window)].sum())))
                 self.learnt_tokens += learnt
                 self.learnt_bytes += int(sizes[1 : len(window)][is_learnt].sum())
-        if not self._spans:
+        if not self.learnt_bytes:
             raise ArbError(
                 f"no record has an answer that begins within {context:,} tokens",
                 "use a larger `--ctx`, or name more records, as with `--val`",
@@ -450,8 +450,12 @@ def _encoded(path: Path, start: int, stop: int, reader: _Reader) -> Iterator[byt
                 numbers = [len(document.tokens), *document.tokens, *document.sizes]
                 yield np.array(numbers, np.int32).tobytes()
         except ValueError as error:
+            source, location = source_of(path), f"the record at byte {begin:,}"
+            if source != path:  # its bytes are not those of the file
+                newlines = np.count_nonzero(np.memmap(path, np.uint8, "r")[:begin] == ord("\n"))
+                location = f"line {newlines + 1:,}"
             raise ArbError(
-                f"the record at byte {begin:,} of `{path}`: {error}",
+                f"{location} of `{source}`: {error}",
                 "each line must be an object with the fields that `--field` names",
             ) from None
 
@@ -467,7 +471,7 @@ def _lines(path: Path, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
                 line = file.readline(RECORD_BYTES + 1)
                 if len(line) > RECORD_BYTES:
                     raise ArbError(
-                        f"`{path}` has a line of more than {RECORD_BYTES:,} bytes",
+                        f"`{source_of(path)}` has a line of more than {RECORD_BYTES:,} bytes",
                         "split the record",
                     )
                 if line.strip() and begin + len(line.rstrip(b"\r\n")) <= stop:

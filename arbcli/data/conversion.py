@@ -49,6 +49,8 @@ FIELDS_OF_RECORDS = (
     ("question", "answer"), ("text",),
 )  # fmt: skip
 """Usual fields of records, whose names together are a `--field`."""
+_SOURCES: dict[str, Path] = {}
+"""Sources of converted files by the paths of these, for errors."""
 
 
 def texts_folder() -> Path:
@@ -101,9 +103,15 @@ def converted(path: Path, settings: str, make: Callable[[int], Iterable[bytes]])
         raise unreadable(path, error) from error
     key = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{settings}"
     cached = texts_folder() / sha256(key.encode(errors="surrogateescape")).hexdigest()
+    _SOURCES[os.path.abspath(cached)] = path
     if not is_cached(cached):
         write_cached(cached, make(status.st_size))
     return cached
+
+
+def source_of(path: Path) -> Path:
+    """Return the file that a file of the cache was converted from; of another, itself."""
+    return _SOURCES.get(os.path.abspath(path), path)
 
 
 def check_records(entries: Iterable[str]) -> None:

@@ -15,8 +15,10 @@ from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.data.chat_template import ChatTemplate
-from arbcli.data.chats import NOT_LEARNT, Chats, pack
+from arbcli.data.chats import NOT_LEARNT, Chats, open_documents, pack
 from arbcli.data.conversion import texts_folder
+from arbcli.data.files import DOCUMENTS
+from arbcli.data.opening import open_text
 from arbcli.data.text import Text
 from arbcli.data.tokens import Tokenizer
 from arbcli.generation.conversation import Conversation
@@ -164,6 +166,13 @@ def test_damaged_record_is_refused_by_its_place(tmp_path, tokenizer, record, sai
     assert str(caught.value) == f"the record at byte 0 of `{tmp_path / 'chats.jsonl'}`: {said}"
 
 
+def test_damaged_record_of_a_converted_file_is_in_the_file_that_was_named(tmp_path, tokenizer):
+    path = tmp_path / "chats.json"
+    path.write_text(json.dumps([{"text": "a b"}, {}]))
+    with pytest.raises(ArbError, match=f"line 2 of `{path}`: its `text` is missing"):
+        open_documents(open_text([str(path)], DOCUMENTS)[0], "+text", tokenizer, path, 64)
+
+
 @pytest.mark.parametrize("room", [5, 17, 300])
 def test_windows_hold_every_document_once(room):
     generator = torch.Generator().manual_seed(0)
@@ -192,6 +201,9 @@ def test_long_document_is_cut(tmp_path, tokenizer):
     assert sum(dataset.learnt_symbols([n], 24) for n in range(len(dataset.bins))) == len(learnt)
     with pytest.raises(ArbError, match="no record has an answer that begins within 4 tokens"):
         chats(tmp_path, tokenizer, [chat("how are you", "b")], context=4)
+    tokenizer.beginning = [0, 1]
+    with pytest.raises(ArbError, match="no record has an answer"):  # no byte is learnt
+        chats(tmp_path, tokenizer, [{"text": ""}], field="+text")
 
 
 @pytest.mark.parametrize(
@@ -245,14 +257,11 @@ def model_of(vocabulary: int, ctx: int = 40, **mixer):
 @pytest.mark.parametrize(
     ("vocabulary", "mixer"),
     [
-        (270, {}),
-        (270, {"query_key_norm": "gain"}),
-        (270, {"window": 5}),
-        (270, {"sink": True, "window": 6}),
-        (5000, {"query_key_norm": "none", "bias": True}),
+        (270, {}), (270, {"query_key_norm": "gain"}), (270, {"window": 5}),
+        (270, {"sink": True, "window": 6}), (5000, {"query_key_norm": "none", "bias": True}),
     ],
     ids=["unit", "gain", "window", "sink", "many symbols"],
-)
+)  # fmt: skip
 def test_documents_of_a_window_know_nothing_of_each_other(vocabulary, mixer):
     model = model_of(vocabulary, **mixer)
     generator = torch.Generator().manual_seed(1)
