@@ -358,3 +358,17 @@ def _whole_characters(block: bytes) -> int:
         if len(block) > back and block[-back] & 0xC0 != 0x80:
             return len(block) - back
     return len(block)
+
+
+def byte_symbols() -> list[str]:
+    """List the characters by which a byte-level BPE vocabulary writes the bytes 0 to 255.
+
+    Printable bytes stand for themselves, the others for the characters from 256 on.
+    Source: encoder.py of openai/gpt-2, `bytes_to_unicode`.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    symbols, others = [], 0
+    for byte in range(256):
+        symbols.append(chr(byte if byte in printable else 256 + others))
+        others += byte not in printable
+    return symbols

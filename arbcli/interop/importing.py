@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ import torch
 
 from arbcli.base.atomic_files import write_bytes, write_json
 from arbcli.base.errors import ArbError
-from arbcli.base.lazy import imported
 from arbcli.base.reading import ALTERED, parse_json, read_json
 from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER, checkpoints
-from arbcli.config.layer_spec import SCALE_TYPES, VOCABULARY
+from arbcli.config.layer_spec import SCALE_TYPES
+from arbcli.data.tokens import Tokenizer, byte_symbols
 from arbcli.interop.huggingface.companions import copy_companions, read_companion
 from arbcli.interop.huggingface.config_json import NAME, OF_TRITS, model_name, read_folder_config
 from arbcli.interop.huggingface.dense import Part, known_shape, sources
@@ -98,7 +99,7 @@ def import_folder(
         ArbError: the folder is damaged or its model is not supported, or the run cannot be created.
     """
     started = time.perf_counter()
-    if checkpoints(run) or (run / CONFIG).exists():
+    if checkpoints(run) or (run / CONFIG).exists() or (run / COMPANIONS).exists():
         raise ArbError(f"`{run}` already contains a run", "choose another `--out`")
     config = read_folder_config(source, ignored, **storage, digits="all")
     values = read_json(source / CONFIG)
@@ -138,18 +139,23 @@ def import_folder(
                 error, squares = error + of_part[0], squares + of_part[1]
         if tensor.direction is not None:
             tensor.direction.start(tensor.state)
-    copy_companions(source, run / COMPANIONS)
-    about = {name: value for name, value in values.items() if name not in ignored}
-    write_json(run / COMPANIONS / CONFIG, about | {NAME: model_name(source)})
     data: dict[str, Any] = {"imported": {"model_type": values["model_type"]}}
-    reads_bytes = own_grid and config.vocabulary == VOCABULARY
-    if not reads_bytes and (source / TOKENIZER).exists():
-        content = read_companion(source / TOKENIZER)
-        write_bytes(run / TOKENIZER, content)
-        data[TOKENIZER_DIGEST] = sha256(content).hexdigest()
-    tensors = model.state_dict()
-    saved = Checkpoint(0, dataclasses.asdict(config), {}, data, tensors)
-    path = save_checkpoint(run, saved)
+    try:
+        copy_companions(source, run / COMPANIONS)
+        about = {name: value for name, value in values.items() if name not in ignored}
+        write_json(run / COMPANIONS / CONFIG, about | {NAME: model_name(source)})
+        if (source / TOKENIZER).exists() and not (own_grid and _is_of_bytes(source / TOKENIZER)):
+            content = read_companion(source / TOKENIZER)
+            write_bytes(run / TOKENIZER, content)
+            data[TOKENIZER_DIGEST] = sha256(content).hexdigest()
+        path = save_checkpoint(
+            run, Checkpoint(0, dataclasses.asdict(config), {}, data, model.state_dict())
+        )
+    except BaseException:  # its companions would be those of another model
+        shutil.rmtree(run / COMPANIONS, ignore_errors=True)
+        if TOKENIZER_DIGEST in data:
+            (run / TOKENIZER).unlink(missing_ok=True)
+        raise
     return ImportReport(
         source=str(source),
         run=str(run),
@@ -185,7 +191,13 @@ def _check_tokens(path: Path, vocabulary: int) -> None:
             "remove the token that was added without a row, or resize the embedding",
         )
     if find_spec("tokenizers"):  # importing needs it for no more than this check
-        imported("arbcli.data.tokens:Tokenizer").read(path)
+        Tokenizer.read(path)
+
+
+def _is_of_bytes(path: Path) -> bool:
+    """Return whether a tokenizer is that of an exported model of bytes, which has none."""
+    vocabulary = parse_json(read_companion(path))["model"]["vocab"]
+    return vocabulary == {symbol: byte for byte, symbol in enumerate(byte_symbols())}
 
 
 def _are_trits(folder: WeightFolder, model: LanguageModel, group_size: int) -> bool:

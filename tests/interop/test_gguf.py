@@ -15,13 +15,12 @@ from arbcli.base.run_files import CONFIG
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.data.special_tokens import GENERATION, stop_tokens
-from arbcli.data.tokens import Tokenizer
+from arbcli.data.tokens import Tokenizer, byte_symbols
 from arbcli.generation.load import load_model, load_weights
 from arbcli.interop.gguf import container
 from arbcli.interop.gguf import export as gguf
 from arbcli.interop.gguf.block_types import F32
 from arbcli.interop.gguf.container import Entry, GGUFFile
-from arbcli.interop.gguf.export import byte_symbols
 from arbcli.interop.gguf.tokens import PATTERNS, _ends, token_keys
 from arbcli.interop.huggingface.dense import known_shape, read, sources
 from arbcli.model.build import build_model

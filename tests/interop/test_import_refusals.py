@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from folders import plain_folder
 from safetensors.torch import save_file
 
 from arbcli.base.errors import ArbError
+from arbcli.base.run_files import COMPANIONS
 from arbcli.config.file import read_model
+from arbcli.interop import importing
 from arbcli.interop.exporting import export
 from arbcli.interop.huggingface.config_json import read_config
 from arbcli.interop.huggingface.dense import shape_of
@@ -50,10 +53,7 @@ def test_tensors_that_are_missing_unknown_or_not_finite_are_refused(tmp_path):
         ({name: torch.full((48, 32), torch.nan)}, "not finite"),
         ({name: weights[name].mT.contiguous()}, f"`{name}` is [32, 48]"),
         ({name: weights[name].double()}, "is F64"),
-        (
-            {"model.layers.1.mlp.up_proj.weight": weights[name].clone()},
-            "the architecture does not have",
-        ),
+        ({"model.layers.1.mlp.up_proj.weight": weights[name].clone()}, "the architecture does not"),
     ):
         save_file(weights | changed, file)
         assert why in refused(folder, tmp_path)
@@ -83,6 +83,19 @@ def test_tied_head_has_to_be_the_embedding_and_a_run_is_not_written_over(tmp_pat
         import_folder(folder, tmp_path / "run")
 
 
+def test_import_that_fails_leaves_no_files(tmp_path, monkeypatch):
+    """And does not mix the files of two models."""
+    folder, run = tmp_path / "model", tmp_path / "run"
+    plain_folder(folder)
+    monkeypatch.setattr(importing, "save_checkpoint", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        import_folder(folder, run)
+    assert not [*run.iterdir()]
+    (run / COMPANIONS).mkdir()
+    with pytest.raises(ArbError, match="already contains a run"):
+        import_folder(folder, run)
+
+
 def test_pickle_is_refused_and_not_run(tmp_path):
     class Bomb:
         def __reduce__(self):
@@ -102,6 +115,21 @@ def test_tokenizer_that_cannot_be_loaded_is_refused(tmp_path):
     tokens = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a c"]}}
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(tokens))
     assert "tokenizer.json" in refused(tmp_path / "model", tmp_path)
+
+
+def test_tokenizer_of_as_many_tokens_as_bytes_is_kept(tmp_path):
+    pytest.importorskip("tokenizers")
+    folder, run, back = (tmp_path / name for name in ("model", "run", "back"))
+    plain_folder(folder, vocab_size=256, **{"arb.origin": "an export"})
+    words = {f"word {number}": number for number in range(256)}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "word 0"}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": model}))
+    import_folder(folder, run)
+    shutil.rmtree(run / COMPANIONS)  # as of a run from scratch
+    export(run, "hf", out=back)
+    assert (back / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert "| 256, of `tokenizer.json` |" in (back / "README.md").read_text()
+    assert (back / "generation_config.json").read_text() == "{}\n"  # byte 0 ends no text
 
 
 def test_unknown_field_is_ignored_if_it_is_named(tmp_path):

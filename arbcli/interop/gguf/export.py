@@ -19,6 +19,7 @@ from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG, TOKENIZER
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.parts.rotary import RotaryConfig
+from arbcli.data.tokens import byte_symbols
 from arbcli.generation.load import Weights
 from arbcli.interop.gguf import container
 from arbcli.interop.gguf.block_types import (
@@ -278,17 +279,3 @@ def _byte_tokens() -> dict[str, tuple[int, Any]]:
         "tokenizer.ggml.add_bos_token": (container.BOOL, False),
         "tokenizer.ggml.add_eos_token": (container.BOOL, False),
     }
-
-
-def byte_symbols() -> list[str]:
-    """List the characters by which a byte-level BPE vocabulary writes the bytes 0 to 255.
-
-    Printable bytes stand for themselves, the others for the characters from 256 on.
-    Source: encoder.py of openai/gpt-2, `bytes_to_unicode`.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    symbols, others = [], 0
-    for byte in range(256):
-        symbols.append(chr(byte if byte in printable else 256 + others))
-        others += byte not in printable
-    return symbols

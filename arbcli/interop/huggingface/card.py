@@ -11,6 +11,7 @@ from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.generation.load import Weights
 from arbcli.interop.huggingface.config_json import NAME
 from arbcli.interop.huggingface.dense import Shape, known_shape
+from arbcli.model.checkpoint import TOKENIZER_DIGEST
 from arbcli.training.record import read_records
 
 TEXT = {"text": dict, "text.train_bytes": int, "text.val_bytes": int}
@@ -45,7 +46,7 @@ def model_card(weights: Weights, name: str, *, packed: bool = False) -> str:
     if is_ternary and config.symbol_digits:
         of += " (in the embedding and the head, an integer of one byte)"
     each = f"each {of} times a scale of {config.group_size}"
-    reads_bytes = config.vocabulary == VOCABULARY
+    reads_bytes = config.vocabulary == VOCABULARY and TOKENIZER_DIGEST not in checkpoint.data
     units = "bytes" if reads_bytes else "tokens"
     description = _dense(shape) if shape else _parts(config)
     base = base_model(weights.path.parent / COMPANIONS)

@@ -16,11 +16,11 @@ from arbcli.base.reading import read_json
 from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.data.special_tokens import GENERATION, SETTINGS, read_settings, stop_tokens
-from arbcli.data.tokens import Tokenizer
+from arbcli.data.tokens import Tokenizer, byte_symbols
 from arbcli.generation.load import Weights
 from arbcli.interop.gguf.block_types import BF16, F16, F32, BlockType, encode_numbers
 from arbcli.interop.gguf.container import Entry
-from arbcli.interop.gguf.export import END, byte_symbols
+from arbcli.interop.gguf.export import END
 from arbcli.interop.huggingface import companions as companion_files
 from arbcli.interop.huggingface import config_json, dense
 from arbcli.interop.huggingface.card import model_card
@@ -138,7 +138,7 @@ def _write_companions(folder: Path, weights: Weights, about: dict[str, Any]) -> 
     if path := companion_files.tokenizer_of(weights):
         stops = stop_tokens(Tokenizer.read(path), path)
         ends |= {"eos_token_id": stops} if stops else {}
-    if config.vocabulary == VOCABULARY:
+    elif config.vocabulary == VOCABULARY:
         ends = {"eos_token_id": END, "pad_token_id": END}
         end = byte_symbols()[END]  # the character `end` of a text stays two bytes
         names = {"eos_token": end, "pad_token": end, "split_special_tokens": True}
