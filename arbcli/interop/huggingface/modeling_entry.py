@@ -67,7 +67,8 @@ class ArbForCausalLM(PlainModel, PreTrainedModel, GenerationMixin):
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         rows = []
         for ids, kept in zip(input_ids, mask.bool(), strict=True):
-            logits = self.read(ids[kept], self.dtype)
+            read = ids[kept] if kept.any() else ids[:1]  # at least one symbol
+            logits = self.read(read, self.dtype)[: int(kept.sum())]
             rows.append(logits.new_zeros(len(ids), logits.shape[-1]).index_put((kept,), logits))
         logits, loss = torch.stack(rows), None
         if labels is not None:
