@@ -160,16 +160,16 @@ class IntegerOptimizer(torch.optim.Optimizer):
 
     @property
     def _updater_now(self) -> ModuleUpdater:
-        """The updater, on the device where the weights are."""
-        if self._updater is None or self._updater.device != self._weights[0].trits.device:
-            group = self.param_groups[0]
-            if self._updater is not None:
-                self._counters = self._updater.counters()
-            self._updater = ModuleUpdater(
-                self._weights, group["seed"], self._weights[0].anchor.dtype, HELD_BYTES
-            )
-            self._updater.restore(self._counters)
-        return self._updater
+        """The updater, on the device and with the dtype of the weights."""
+        device, dtype = self._weights[0].trits.device, self._weights[0].anchor.dtype
+        updater = self._updater
+        if updater is None or (updater.device, updater.dtype) != (device, dtype):
+            if updater is not None:
+                self._counters = updater.counters()
+            seed = self.param_groups[0]["seed"]
+            updater = self._updater = ModuleUpdater(self._weights, seed, dtype, HELD_BYTES)
+            updater.restore(self._counters)
+        return updater
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """End the step; without a backward since the last one, nothing happens.

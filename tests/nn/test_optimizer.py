@@ -202,6 +202,8 @@ def test_no_gradient_is_stored_and_frozen_models_pass_gradients_on():
     optimizer.step()
     assert x.grad.abs().sum() > 0
     assert_same(before, state_of(model))
+    model.bfloat16()
+    assert optimizer._updater_now.dtype == torch.bfloat16  # of products on a GPU
 
 
 def test_wrong_uses_are_refused():
