@@ -269,7 +269,10 @@ async def _events(answer: Answer, pieces: _Pieces) -> AsyncIterator[bytes]:
             for index in range(len(answer.choices)):
                 yield _event(answer.role_chunk(index))
         async for index, new in pieces:
-            yield _event(answer.chunk(index, new))
+            # log probabilities of a prompt take seconds to format
+            make = partial(answer.chunk, index, new)
+            chunk = await asyncio.to_thread(make) if new[0].echoed else make()
+            yield _event(chunk)
         if answer.asked.include_usage:
             yield _event(answer.usage_chunk())
     except RequestError as error:

@@ -276,8 +276,9 @@ class Engine:
             text = output.text
             if output.finish or text.cancelled:
                 continue
+            before = output.left
             symbols = output.take(_symbol(step[slot], text.logprobs) for step in rows)
-            self.num_generated += len(rows)
+            self.num_generated += before - output.left
             if output.finish:
                 self.num_finished += 1
                 if self._running.get(slot) is output:

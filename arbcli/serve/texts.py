@@ -71,7 +71,8 @@ class Output:
         """Number of symbols that no step was launched for."""
         self.finish: str | None = None
         """Why the text ended; None before."""
-        self._left = text.length
+        self.left = text.length
+        """Number of symbols that the text may still get."""
         self._held: list[Symbol] = []
         self._stream = None if tokenizer is None else TokenStream(tokenizer, text.prompt)
 
@@ -81,9 +82,9 @@ class Output:
         for symbol in symbols:
             if self.finish is not None:
                 break
-            self._left -= 1
+            self.left -= 1
             ended = symbol.id in self.text.ends
-            self.finish = "stop" if ended else None if self._left else "length"
+            self.finish = "stop" if ended else None if self.left else "length"
             content = b"" if ended else spelled(self._stream, symbol.id)
             if self.finish and self._stream is not None:
                 content += self._stream.rest()

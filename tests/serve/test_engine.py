@@ -213,6 +213,10 @@ def test_output_ends_before_a_stop_string_and_never_shows_its_beginning():
         assert (shown, output.finish) == (expected, reason)
         ended += reason == "stop"
     assert 100 < ended < 400
+    engine, output = Engine(model_of(DENSE, "cpu"), Path("run/step")), Output(asked, None)
+    output.text.stops = (b"a",)
+    engine._deliver(lambda: [[[97.0]]] * 3, {0: output})
+    assert engine.num_generated == 1  # of three steps
 
 
 def test_tokens_are_spelled_with_the_characters_that_they_complete():

@@ -405,6 +405,19 @@ def test_text_that_goes_on_after_the_server_is_not_delivered(monkeypatch):
     text.on_piece(Piece([], "stop"))
 
 
+def test_long_prompt_is_echoed_from_a_thread():
+    asked = SimpleNamespace(chat=False, include_usage=False)
+    here = SimpleNamespace(asked=asked, chunk=lambda *_: threading.get_native_id())
+
+    async def pieces():
+        yield 0, [Piece([], echoed=True)]
+
+    async def first() -> bytes:
+        return await anext(apps._events(here, pieces()))
+
+    assert asyncio.run(first()) != f"data: {threading.get_native_id()}\n\n".encode()
+
+
 def test_connection_without_a_request_is_closed(engine, monkeypatch):
     """Also after an answer, then by uvicorn."""
     configured = mock.Mock(wraps=server.uvicorn.Config)
