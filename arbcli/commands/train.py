@@ -291,7 +291,12 @@ def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> 
     from arbcli.generation.tokens import saved_tokenizer
 
     initial = read_saved(path, display.noted)
-    settings["preset"] = saved = saved_config(initial.checkpoint)
+    saved = saved_config(initial.checkpoint)
+    if settings.setdefault("preset", saved) != saved:
+        raise ArbError(
+            f"the file of `--config` has another model than `{initial.path}`",
+            "leave the table `model` out of it, or start without `--init-from`",
+        )
     if saved_tokenizer(*initial, saved):
         settings.setdefault("tokenizer", str(initial.path.with_name(run_files.TOKENIZER)))
     imported = (initial.path.parent / run_files.COMPANIONS).exists()
@@ -408,9 +413,9 @@ def _refuse_changes(settings: dict[str, Any]) -> None:
 
 
 def _refuse_model_settings(settings: dict[str, Any]) -> None:
-    refused = [
-        name for name in settings if name in ("preset", "model_file", "fields") or is_kept(name)
-    ]
+    refused = [name for name in settings if name in ("model_file", "fields") or is_kept(name)]
+    if isinstance(settings.get("preset"), str):  # that of a run's `config.json` is a whole model
+        refused.append("preset")
     if settings.get("weights") == "ternary":
         refused.remove("weights")
     opt.refuse_kept(refused, "start without `--init-from`")

@@ -68,7 +68,7 @@ def check_shares(config: TrainConfig, size: int) -> None:
     if config.accum % size:
         raise setting_error(
             f"{config.accum} micro-batches cannot be divided evenly among {size} processes",
-            f"use an `accum` that is a multiple of {size}",
+            f"use a number of processes that divides it, or start a run with `accum={size}`",
         )
     if size > 1 and config.model.weights == "ternary" and config.reduce_dtype is None:
         raise setting_error(

@@ -1,8 +1,10 @@
 """Options of a command reach the function that does its work, each in its argument."""
 
 import io
+import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -49,13 +51,16 @@ def test_start_is_called_with_its_options(recorded_call, monkeypatch):
     monkeypatch.setattr(load, "saved_config", lambda checkpoint: preset("small"))
     monkeypatch.setattr(tokens, "saved_tokenizer", lambda *_: None)
     words = ["train", "--out", "some/new", "--device", "cpu", "--minutes", "2.5", "--profile", "4"]
-    words += ["--init-from", "model", "--ctx", "32", "--weights", "anneal"]
+    words += ["--init-from", "model", "--ctx", "32", "--weights", "anneal", "--config", "run.json"]
+    Path("run.json").write_text(json.dumps({"model": asdict(preset("small"))}))
     call = recorded_call("arbcli.training.run.start_run", *words)
     config, out, _ = call.args
     model = config.model
     assert (model.dim, model.ctx, model.digits, out) == (384, 32, "fade", Path("some/new"))
     assert call.kwargs["initial"].checkpoint == Path("model")
     assert (call.kwargs["minutes"], call.kwargs["profile"]) == (2.5, 4)
+    with pytest.raises(ArbError, match="has another model than"):
+        train._read_initial(Path("model"), {"preset": preset("tiny")}, mock.Mock())
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,9 @@ def test_report_of_ranks_has_state_and_budget(monkeypatch):
     assert (report.budget_bytes, report.passed) == (4, False)
     assert asked == [{"captured": True, "rank": rank, "size": 2} for rank in range(2)]
     assert [process.share for process in report.ranks] == share_out(config, 2)
-    with pytest.raises(ArbError, match="4 micro-batches cannot be divided evenly among 3"):
+    with pytest.raises(ArbError, match="4 micro-batches cannot be divided evenly") as refused:
         predict_ranks(config, 3)
+    assert "a number of processes that divides it" in refused.value.hint  # as of `--resume`
     assert predict_ranks(config, 2).passed
     of_second = dataclasses.replace(config, device="cuda:1")
     assert ranks._report(of_second, [], None).device == "cuda"
