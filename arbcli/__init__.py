@@ -200,7 +200,7 @@ def generate(
         ArbError: a prompt is empty, a number is out of range, or the model cannot check bytes.
     """
     from arbcli.generation import generation
-    from arbcli.generation.batch import Request, generate_batch
+    from arbcli.generation.batch import Request, check_length, generate_batch
     from arbcli.generation.sampling import Sampling
     from arbcli.kernels.runtime.device import deterministic
 
@@ -210,12 +210,10 @@ def generate(
     if isinstance(prompt, bytes | str):
         if batch is not None:
             raise ArbError("`batch` is for a list of prompts", "give a list, or leave it out")
-        request = Request(prompt=_bytes(prompt), length=length, sampling=sampling)
+        text, ahead = _bytes(prompt), 1 if ahead is None else ahead
+        check_length(length, len(text))
         with deterministic():
-            parts = generation.generate(
-                model, request.prompt, length, sampling, kv=kv, ahead=1 if ahead is None else ahead
-            )
-            return b"".join(parts)
+            return b"".join(generation.generate(model, text, length, sampling, kv=kv, ahead=ahead))
     if ahead is not None:
         raise ArbError("`ahead` is for a single prompt", "leave it out, or give one prompt")
     requests = [
@@ -255,7 +253,7 @@ def evaluate(
     Raises:
         ArbError: the text cannot be read or is too short, or a number is out of range.
     """
-    from arbcli.data.files import Conversion, has_documents
+    from arbcli.data.files import Conversion, check_named, has_documents
     from arbcli.data.opening import open_text
     from arbcli.generation import evaluation
     from arbcli.kernels.runtime.backend import default_backend
@@ -263,8 +261,9 @@ def evaluate(
     if has_documents(field):
         raise ValueError(f"`field` is {field!r}, and documents need a path to the model's template")
     backend = default_backend(model.device)
-    entries = [data] if isinstance(data, Path | str) else data
-    text, name = open_text([*map(str, entries)], Conversion(field, data_format=data_format))
+    entries = [*map(str, [data] if isinstance(data, Path | str) else data)]
+    check_named(entries, field)
+    text, name = open_text(entries, Conversion(field, data_format=data_format))
     return evaluation.evaluate(
         model, "", text, name, stride=stride, batch=batch, backend=backend, kv=kv
     )

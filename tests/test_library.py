@@ -67,7 +67,7 @@ def test_texts_are_made_in_deterministic_mode(monkeypatch):
 
     monkeypatch.setattr("arbcli.generation.generation.generate", make)
     monkeypatch.setattr("arbcli.generation.batch.generate_batch", make)
-    assert arbcli.generate("model", "a", 5) == b""
+    assert arbcli.generate("model", "", 5) == b""  # a tokenizer may have tokens before it
     assert arbcli.generate("model", [], 5) == []
     assert modes == [2, 2]
 
@@ -87,6 +87,7 @@ def test_options_reach_the_evaluation_and_the_generation(finished_run, text):
     for refused, message in (
         (partial(arbcli.evaluate, model, text, batch=0), "`batch` is 0"),
         (partial(arbcli.evaluate, model, text, kv="int4"), "`kv` is `int4`"),
+        (partial(arbcli.evaluate, model, text, field="text"), "only applies to records"),
         (partial(generate, kv="int8-keys"), "`kv` is `int8-keys`"),
         (partial(generate, batch=1), "`batch` is for a list of prompts"),
         (partial(generate, ahead=2.5), r"`ahead` is 2\.5"),

@@ -42,11 +42,20 @@ class Request:
         """
         if not self.prompt:
             raise ArbError("the prompt is empty", "give at least one byte, such as a newline")
-        if self.length < 1 or len(self.prompt) + self.length > LONGEST_TEXT:
-            raise ArbError(
-                f"`length` is {self.length:,} after a prompt of {len(self.prompt):,} bytes",
-                f"use at least 1, and at most {LONGEST_TEXT:,} with the prompt",
-            )
+        check_length(self.length, len(self.prompt))
+
+
+def check_length(length: int, size: int) -> None:
+    """Check the number of bytes to generate after a prompt of `size` bytes.
+
+    Raises:
+        ArbError: it is out of range.
+    """
+    if length < 1 or size + length > LONGEST_TEXT:
+        raise ArbError(
+            f"`length` is {length:,} after a prompt of {size:,} bytes",
+            f"use at least 1, and at most {LONGEST_TEXT:,} with the prompt",
+        )
 
 
 def check_batch(batch: int | None) -> int:
