@@ -214,7 +214,8 @@ def _streams(report: "ProbeReport") -> Iterator[Table]:
 
 
 def _pair(low: float | None, high: float | None, digits: int = 3) -> str:
-    return f"{_number(low, digits)} to {_number(high, digits)}"
+    no_range = low is None and high is None
+    return "-" if no_range else f"{_number(low, digits)} to {_number(high, digits)}"
 
 
 def _tensors(report: "ProbeReport") -> Table:

@@ -97,7 +97,7 @@ def find_kernels(names: Iterable[str]) -> list[Verification]:
     names = list(names)
     check_kernel_names(names)
     known = {spec.name: spec for spec in KERNELS}
-    return [known[name] for name in names] or list(KERNELS)
+    return [known[name] for name in dict.fromkeys(names)] or list(KERNELS)
 
 
 def kernel_jobs(

@@ -54,7 +54,8 @@ def test_kernels_are_timed_after_they_are_verified(tmp_path, arb_json):
 
 
 def test_every_kernel_is_a_line_as_it_is_done_also_into_a_pipe(arb_done):
-    done = arb_done("verify-kernels", "pack_trits", "step_scales", "--backend", "torch")
+    names = "pack_trits", "step_scales", "pack_trits"
+    done = arb_done("verify-kernels", *names, "--backend", "torch")
     assert done.stderr == "verified  1/2  pack_trits  pass\nverified  2/2  step_scales  pass\n"
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cells import Cell
 
+from arbcli.commands.probe_loss import _pair
 from arbcli.config.presets import preset
 from arbcli.inspect import decoding
 from arbcli.inspect.decoding import audit_decoding, probe_decoding
@@ -101,6 +102,7 @@ def test_value_that_is_not_finite_fails_in_its_block(config, monkeypatch):
     assert not report.passed
     assert first.stream is not None
     assert second.stream is None
+    assert (_pair(None, None), _pair(1.0, None, 1)) == ("-", "1.0 to -")
 
 
 def test_decoding_returns_to_its_level_of_memory(config, monkeypatch):
