@@ -234,6 +234,8 @@ class IntegerOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return step, counters and settings; moments are in the state of the model."""
+        # torch.distributed.checkpoint needs an entry for each weight
+        self.state.update({weight.anchor: {} for weight in self._weights})
         self.state[self._weights[0].anchor] = {"step_of_run": self.step_number} | self.counters()
         return super().state_dict()
 
@@ -243,7 +245,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         Raises:
             ArbError: it is the state of another optimizer.
         """
-        if "step_of_run" not in state_dict.get("state", {}).get(0, {}):
+        if not any("step_of_run" in state for state in state_dict.get("state", {}).values()):
             raise ArbError(
                 "the state is not that of an optimizer of integer weights",
                 "pass what `state_dict()` of an `IntegerOptimizer` returned",

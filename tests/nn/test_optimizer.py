@@ -8,6 +8,7 @@ import pytest
 import torch
 from states import assert_same, default_dtype, state_of
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 import arbcli
@@ -118,15 +119,14 @@ def test_training_continues_from_its_state():
         optimizer.step()
 
     step(model, optimizer)
-    saved = pickle.dumps((model.state_dict(), optimizer.state_dict()))
+    saved = pickle.dumps(get_state_dict(model, optimizer))
     step(model, optimizer)
     other, again, _ = build(accumulation=2, seed=5)
     for interrupted in (False, True):
         if interrupted:
             loss(other, ids).backward()
         of_model, of_optimizer = pickle.loads(saved)
-        other.load_state_dict(of_model)
-        again.load_state_dict(of_optimizer)
+        set_state_dict(other, again, model_state_dict=of_model, optim_state_dict=of_optimizer)
         assert again.param_groups[0]["seed"] == 0
         step(other, again)
         assert_same(state_of(model), state_of(other))
