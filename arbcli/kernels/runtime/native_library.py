@@ -72,7 +72,10 @@ def load_library() -> ctypes.CDLL:
 
 
 def _compiler() -> list[str]:
-    words = shlex.split(os.environ.get("CC", ""))
+    try:
+        words = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise MissingLibrary(f"`CC` cannot be read: {error}") from None
     for command in [words] if words else [[name] for name in COMPILERS]:
         if shutil.which(command[0]):
             return command
@@ -120,9 +123,12 @@ def describe_cpu() -> list[str]:
 
 def _compile(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS
+        )
         lines = done.stderr.strip().splitlines() or ["nothing was said"]
-        complaint = f"failed: {lines[0]}" if done.returncode else None
+        reason = next((line for line in lines if "error" in line.lower()), lines[0])
+        complaint = f"failed: {reason}" if done.returncode else None
     except subprocess.TimeoutExpired:
         complaint = f"took more than {COMPILE_SECONDS} seconds"
     if complaint is not None:

@@ -51,13 +51,11 @@ def test_native_backend_is_the_default_on_a_cpu():
         assert backend_of(torch.empty(0)) != "native"
 
 
-@pytest.mark.parametrize(
-    ("compiler", "reason"),
-    [
-        ("no-such-compiler", "no C compiler was found"),
-        ("false", "`false` failed: nothing was said"),
-    ],
-)
+@pytest.mark.parametrize(("compiler", "reason"), [
+    ("no-such-compiler", "no C compiler was found"), ("'", "`CC` cannot be read: No closing quot"),
+    ("false", "`false` failed: nothing was said"),
+    ("sh -c 'printf \"In f\\n\\377 error\\n\" >&2; exit 1'", "`sh` failed: \ufffd error"),
+])  # fmt: skip
 def test_without_a_compiler_torch_runs_and_the_reason_is_reported(
     compiler, reason, afresh, monkeypatch
 ):
@@ -149,14 +147,10 @@ def test_every_thread_has_room_of_its_own_for_a_row(name, monkeypatch):
 
 
 @compiled
-@pytest.mark.parametrize(
-    ("level", "flags", "command", "per_cpu"),
-    [
-        (None, "fma", ["-march=native"], True),
-        ("x86-64", "fma", ["-march=x86-64"], False),
-        ("x86-64-v3", "avx2 bmi2 f16c fma movbe", ["-march=x86-64-v3"], False),
-    ],
-)
+@pytest.mark.parametrize(("level", "flags", "command", "per_cpu"), [
+    ("", "fma", ["-march=native"], True), ("x86-64", "fma", ["-march=x86-64"], False),
+    ("x86-64-v3", "avx2 bmi2 f16c fma movbe", ["-march=x86-64-v3"], False),
+])  # fmt: skip
 def test_loops_are_compiled_for_the_requested_level(
     level, flags, command, per_cpu, afresh, monkeypatch
 ):
@@ -169,10 +163,7 @@ def test_loops_are_compiled_for_the_requested_level(
 
     monkeypatch.setattr(native_library, "_compile", refused)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    if level:
-        monkeypatch.setenv(native_library.LEVEL, level)
-    else:
-        monkeypatch.delenv(native_library.LEVEL, raising=False)
+    monkeypatch.setenv(native_library.LEVEL, level)
     for model in "one", "other":
         monkeypatch.setattr(
             native_library, "describe_cpu", lambda model=model: [model, f"flags : {flags}"]
