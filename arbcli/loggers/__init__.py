@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from arbcli.base.errors import ArbError, quoted
+from arbcli.base.errors import ArbError, library_errors, quoted
 
 if TYPE_CHECKING:
     from arbcli.loggers.base import Logger
@@ -23,7 +23,8 @@ def check_logger(name: str) -> None:
     if name not in LOGGERS:
         raise ArbError(f"no logger is named `{name}`", f"choose one of: {quoted(LOGGERS)}")
     package = LOGGERS[name]
-    if importlib.util.find_spec(package) is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # the latter is a folder of the name, such as wandb's
         raise ArbError(
             f"`--log {name}` needs the package {package}", f"install it: `pip install {package}`"
         )
@@ -40,10 +41,6 @@ def find_logger(name: str, tell: Callable[[str], None]) -> "Logger":
         ArbError: the logger is unknown, or its package is missing or cannot be imported.
     """
     check_logger(name)
-    try:
+    hint = f"install it again: `pip install --upgrade {LOGGERS[name]}`"
+    with library_errors(f"`--log {name}` cannot be used", hint, also=(OSError,)):
         return importlib.import_module(f"arbcli.loggers.{name}_log").Logger(tell)
-    except ImportError as error:
-        raise ArbError(
-            f"`--log {name}` cannot be used: {error}",
-            f"install it again: `pip install --upgrade {LOGGERS[name]}`",
-        ) from None

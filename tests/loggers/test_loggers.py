@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -78,11 +79,17 @@ def test_failure_of_a_logger_is_reported_and_the_run_continues(text, tmp_path):
 
 
 @pytest.mark.parametrize("name", LOGGERS)
-def test_missing_package_is_one_clear_line(name, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+@pytest.mark.parametrize("found", [None, ModuleSpec("folder", None)])
+def test_missing_or_damaged_package_is_one_clear_line(name, found, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: found)
     with pytest.raises(ArbError, match=f"`--log {name}` needs the package {name}") as caught:
         check_logger(name)
     assert f"pip install {name}" in caught.value.hint
+    monkeypatch.setattr("importlib.util.find_spec", MagicMock())
+    broken = MagicMock(side_effect=AttributeError("np.float_ was\nremoved"))
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with pytest.raises(ArbError, match=f"`--log {name}` cannot be used: np.float_ was removed"):
+        find_logger(name, print)
 
 
 KEPT = {
