@@ -178,7 +178,9 @@ def _backends(device: torch.device) -> tuple[str, ...]:
 
 def _num_workers(device: torch.device) -> int:
     """Choose a number of processes; each takes memory of a GPU, too."""
-    cores = os.cpu_count() or 1
+    # a container or a job of a cluster may have few of the machine's
+    available = getattr(os, "sched_getaffinity", None)
+    cores = len(available(0)) if available else os.cpu_count() or 1
     if device.type != "cuda":
         return cores
     return max(1, min(cores, GPU_PROCESSES, torch.cuda.mem_get_info(device)[0] >> 32))

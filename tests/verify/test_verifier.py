@@ -1,6 +1,7 @@
 """A fault that any stage finds fails the verification, and the ledger says what was skipped."""
 
 import json
+import os
 from dataclasses import replace
 from unittest import mock
 
@@ -32,7 +33,8 @@ def pack_wrongly(trits):
 def small(monkeypatch):
     """Leave one kernel, no other processes, and stages that find that all is well."""
     monkeypatch.setattr(check_kernels, "KERNELS", (pack_trits_verification,))
-    monkeypatch.setattr(run, "_num_workers", lambda _: 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7}, raising=False)
     monkeypatch.setattr(run, "all_subjects", lambda *_: (SUBJECT,))
     monkeypatch.setattr(run, "check_model", lambda _: [PARITY])
     return monkeypatch
