@@ -112,7 +112,7 @@ def read_toml(path: Path, hint: str) -> dict[str, Any]:
     """
     content = read_small(path)
     try:
-        return _flat_enough(tomllib.loads(content.decode()))
+        return _flat_enough(tomllib.loads(content.decode("utf-8-sig")))
     except (ValueError, RecursionError) as error:
         raise ArbError(f"`{path}` is not TOML: {_reason(error)}", hint) from None
 

@@ -62,7 +62,7 @@ def test_command_prints_settings_and_options_go_first(tmp_path, arb_done, arb_js
     path = tmp_path / "run.toml"
     options = ["--steps", "9", "--dim", "32", "--heads", "2", "--device", "cpu"]
     printed = arb_done("train", *options, "--print-config")
-    path.write_text(printed.stdout)
+    path.write_text(f"\ufeff{printed.stdout}", encoding="utf-8")  # as some editors save it
     again = arb_done("train", "--config", str(path), "--steps", "5", "--print-config")
     assert again.stdout == printed.stdout.replace("steps = 9", "steps = 5")
     assert 'device = "cpu"' in again.stdout  # as it was given, and the backend was not
