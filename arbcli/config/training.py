@@ -211,7 +211,9 @@ class TrainConfig:
         minimum=0,
         decisive=False,
     )
-    seed: int = of_run(0, "Random seed.", minimum=0, metavar="N", common=True, decisive=True)
+    seed: int = of_run(
+        0, "Random seed.", minimum=0, maximum=MOST, metavar="N", common=True, decisive=True
+    )
     save_every: int = of_run(
         500,
         "Steps between checkpoints. One is also saved at the start and every 5 minutes.",
