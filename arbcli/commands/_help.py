@@ -24,7 +24,8 @@ TYPES = {"int": "N", "float": "X", "path": "PATH", "list": "PATH"}
 
 def summary(command: Callable) -> str:
     """Return the first line of a command's docstring without its example, for `arb --help`."""
-    return re.split(r": `|[;.]", (inspect.getdoc(command) or "").splitlines()[0])[0] + "."
+    # no docstring is left with `PYTHONOPTIMIZE=2`
+    return re.split(r": `|[;.\n]", inspect.getdoc(command) or "", maxsplit=1)[0] + "."
 
 
 def show_all(context: typer.Context, is_set: bool | None) -> None:

@@ -70,7 +70,7 @@ def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
         "    try: cli.main()\n"
         "    except SystemExit as ended: print(ended.code)\n"
     )
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-OO", "-c", code]  # also without docstrings
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(RECORDED.splitlines()) == 3 * len(MISTAKES)
