@@ -77,9 +77,11 @@ def verify_kernels(
     )
     with _stopped_before_any(), LiveLine() as line:
         report = verify(request, partial(line.show, keep=True))
-    if ledger:
-        note(f"ledger  {' and '.join(map(str, write_ledger(report, ledger)))}")
-    emit(report, ledger_tables(report), as_json=as_json)
+    try:
+        if ledger:
+            note(f"ledger  {' and '.join(map(str, write_ledger(report, ledger)))}")
+    finally:  # what took long to find is shown, also where it cannot be written
+        emit(report, ledger_tables(report), as_json=as_json)
     if report.interrupted:
         note(f"stopped by {report.interrupted}: the remaining checks were not run")
         raise typer.Exit(exit_code(report.interrupted))
