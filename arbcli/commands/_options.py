@@ -72,9 +72,10 @@ def refuse_kept(names: Collection[str], otherwise: str) -> None:
         ArbError: there are any.
     """
     if names:
+        options = quoted_options(names)
         raise ArbError(
-            f"a saved model keeps its own settings, so {quoted_options(names)} cannot be changed",
-            f"leave them out, or {otherwise}",
+            f"a saved model keeps its own settings, so {options} cannot be changed",
+            f"leave {options} out, or {otherwise}",
         )
 
 
