@@ -36,7 +36,7 @@ SAYING = "ArbError", "setting_error", "note", "noted"
 """Ends of the names of functions that say something to a user."""
 OF_OTHERS = {
     ("_options.py", "--digits"), ("training.py", "moe_graph"),
-    ("convert.py", "skip_unsupported"), ("initial.py", "preset"), ("__init__.py", "--upgrade"),
+    ("convert.py", "skip_unsupported"), ("initial.py", "preset"),
     ("weights.py", "use_reentrant"), ("weights.py", "bf16"), ("weights.py", "dtype"),
     ("optimizer.py", "accumulation"), ("optimizer.py", "use_reentrant"),
     ("weights.py", "create_graph"),
