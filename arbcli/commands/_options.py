@@ -549,7 +549,7 @@ MANUAL_OPTIONS = {
         typer.Option(
             "--model",
             metavar="FILE",
-            help="TOML file that defines the model, as --print-config writes it, instead of a"
+            help="TOML file of the model, as --print-config writes it, instead of a"
             " preset. Only --ctx and options for the storage of weights can be combined with it.",
             rich_help_panel=MODEL,
         ),

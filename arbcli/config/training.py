@@ -151,7 +151,7 @@ class TrainConfig:
     accum: int = of_learning(
         1, "Gradient accumulation: micro-batches of a step.", minimum=1, common=True
     )
-    lr: float = of_learning(1.0, "Learning rate.", default="depends on the rule", common=True)
+    lr: float = of_learning(1.0, "Learning rate.", default="that of the rule", common=True)
     warmup: int = of_learning(
         100, "Steps of linear warm-up, at most half of the run.", minimum=0, common=True
     )
