@@ -164,7 +164,8 @@ def spread_chunks(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
         (B, T, D) in the dtype of x.
     """
     # `out` rounds the float32 sum without storing it
-    return torch.add(x, _rows_of(s, owner), out=torch.empty_like(x))
+    rows = s.flatten(0, 1).index_select(0, _row_indices(owner, s.shape[1]))
+    return torch.add(x, rows.view(x.shape), out=torch.empty_like(x))
 
 
 def spread_chunks_backward(grad_y: Tensor, s: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,13 +182,8 @@ def spread_chunks_backward(grad_y: Tensor, s: Tensor, owner: Tensor) -> tuple[Te
         grad_s = torch.segment_reduce(rows, "sum", offsets=offsets, unsafe=True, initial=0)
     else:
         grad_s = s.new_zeros(total, s.shape[2]).index_add_(0, indices, rows)
-    return grad_s.view(s.shape), _rows_of(s, owner).mul_(grad_y).sum(dim=2)
-
-
-def _rows_of(s: Tensor, owner: Tensor) -> Tensor:
-    """Copy the vector of each position's chunk: (B, T, D) float32."""
-    rows = s.flatten(0, 1).index_select(0, _row_indices(owner, s.shape[1]))
-    return rows.view(*owner.shape, s.shape[2])
+    products = s.flatten(0, 1).index_select(0, indices).mul_(grad_y.flatten(0, 1))
+    return grad_s.view(s.shape), products.sum(dim=1).view(owner.shape)
 
 
 def _row_indices(owner: Tensor, capacity: int) -> Tensor:
