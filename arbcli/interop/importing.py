@@ -144,8 +144,8 @@ def import_folder(
         copy_companions(source, run / COMPANIONS)
         about = {name: value for name, value in values.items() if name not in ignored}
         write_json(run / COMPANIONS / CONFIG, about | {NAME: model_name(source)})
-        if (source / TOKENIZER).exists() and not (own_grid and _is_of_bytes(source / TOKENIZER)):
-            content = read_companion(source / TOKENIZER)
+        content = read_companion(source / TOKENIZER) if (source / TOKENIZER).exists() else None
+        if content is not None and not (own_grid and _is_of_bytes(content)):
             write_bytes(run / TOKENIZER, content)
             data[TOKENIZER_DIGEST] = sha256(content).hexdigest()
         path = save_checkpoint(
@@ -194,9 +194,9 @@ def _check_tokens(path: Path, vocabulary: int) -> None:
         Tokenizer.read(path)
 
 
-def _is_of_bytes(path: Path) -> bool:
+def _is_of_bytes(content: bytes) -> bool:
     """Return whether a tokenizer is that of an exported model of bytes, which has none."""
-    vocabulary = parse_json(read_companion(path))["model"]["vocab"]
+    vocabulary = parse_json(content)["model"]["vocab"]
     return vocabulary == {symbol: byte for byte, symbol in enumerate(byte_symbols())}
 
 
