@@ -39,10 +39,13 @@ class RunDisplay(Observer):
         quiet: whether to hide progress.
         as_json: whether to print each record as a JSON object.
         advises: whether to suggest faster alternatives if a run on a CPU takes long.
+        gpus: number of processes of `--gpus`, which the command to continue repeats; None without.
     """
 
-    def __init__(self, *, quiet: bool, as_json: bool, advises: bool = False) -> None:
-        self.quiet, self.as_json, self.advises = quiet, as_json, advises
+    def __init__(
+        self, *, quiet: bool, as_json: bool, advises: bool = False, gpus: int | None = None
+    ) -> None:
+        self.quiet, self.as_json, self.advises, self.gpus = quiet, as_json, advises, gpus
         self.line = LiveLine(moves=True)
         self._step = self._first_step = 0
         """Number of steps done, and those of an earlier process."""
@@ -231,7 +234,8 @@ class RunDisplay(Observer):
             if report.run is None:
                 note(NOT_SAVED)
             if report.checkpoint:
-                note(f"continue with: arb train --resume {shell_word(report.run)}")
+                gpus = "" if self.gpus is None else f" --gpus {self.gpus}"
+                note(f"continue with: arb train --resume {shell_word(report.run)}{gpus}")
             return
         if report.seconds:  # 0 if the run was already finished
             if not self.quiet:

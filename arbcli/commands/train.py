@@ -184,7 +184,7 @@ def train(
     is_first = rank == 0  # only this process prints
     advises = minutes is None and resume is None
     with RunDisplay(
-        quiet=quiet or not is_first, as_json=as_json and is_first, advises=advises
+        quiet=quiet or not is_first, as_json=as_json and is_first, advises=advises, gpus=gpus
     ) as display:
         display.wait("loading")
         from arbcli.inspect import plots, room  # imports torch: not needed for `arb --help`

@@ -85,5 +85,6 @@ def test_processes_listen_on_loopback_alone_and_end_by_a_signal(running, tmp_pat
     assert "error" not in messages
     last = max(run.glob("step-*.safetensors"))
     assert f"after step {int(last.stem[5:])}\n" in messages
+    assert f"arb train --resume {run} --gpus {size}\n" in messages
     assert not folder.exists()
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
