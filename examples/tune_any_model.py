@@ -30,7 +30,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).to(device)
-    optimizer = arbcli.to_integers(model, lr=options.lr, direction="factored")
+    optimizer = arbcli.to_integers(model, lr=options.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
     print("floats that are left:", ", ".join(arbcli.floats(model)) or "none")
 

@@ -50,7 +50,7 @@ def to_integers(
     weights: str = "int8",
     lr: float = LR_OF_TUNING,
     scale_type: str = "T32",
-    direction: str | None = None,
+    direction: str | None = "factored",
     rules: Mapping[str, str] | None = None,
     scale_types: Mapping[str, str] | None = None,
     skip: str | Sequence[str] = (),
@@ -75,7 +75,8 @@ def to_integers(
         weights: form of the weights, `int8`.
         lr: learning rate; the default is for tuning, and 0.5 is usual from scratch.
         scale_type: scale type, such as `T32`.
-        direction: direction of the steps of matrices; None is the default of the rule.
+        direction: direction of the steps of matrices: `factored`, for tuning, `orthogonal`, which
+            learns more from scratch, or `sign`; None is that of the rule.
         rules: rules by pattern, at the learning rate of `rule`.
         scale_types: scale types by pattern.
         skip: pattern of parameters that stay float, or several.

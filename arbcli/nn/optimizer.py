@@ -219,7 +219,11 @@ class IntegerOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing, as gradients are not stored; an interrupted step ends."""
+        """End a step that has begun, as `step` does; it cannot be discarded.
+
+        Gradients are not stored, so there is nothing to set to zero: a backward has already
+        blended them into the moments.
+        """
         if self._micro:
             self.step()
 

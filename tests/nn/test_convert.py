@@ -15,7 +15,6 @@ from arbcli.generation.load import read_saved, saved_config
 from arbcli.interop.huggingface.dense import sources
 from arbcli.interop.importing import import_folder
 from arbcli.model.build import build_model
-from arbcli.model.rules import DIRECTION
 from arbcli.nn.weights import Anchored, ExpertStack, Matrix, Numbers, Symbols
 
 FLOATS = ("inv_freq", "embed_scale")
@@ -96,7 +95,7 @@ def folder(transformers, tmp_path):
 def test_fused_projections_are_those_of_an_imported_model(folder, tmp_path):
     """From the same integers; `test_optimizer.py` has the steps, and the next test gradients."""
     path, model = folder
-    import_folder(path, tmp_path / "run", rule="moment", direction=DIRECTION["moment"])
+    import_folder(path, tmp_path / "run", rule="moment", direction="factored")
     saved = read_saved(tmp_path / "run", print).checkpoint
     imported = build_model(saved_config(saved), torch.float32)
     imported.load_state_dict(dict(saved.tensors))
