@@ -12,6 +12,8 @@ from arbcli.base.errors import ArbError, quoted
 from arbcli.config.settings import GROUPS
 
 _RANGE = re.compile(r"(?:\s*\[|; )[^\[\];]*\bx[<>]=?[^\[\];]*(\]?)")
+_DEFAULT = re.compile(r"\s\[[^\[\]]*\]$")
+"""The default or range at the end of a help text."""
 _TYPE = re.compile(r" (<.+>|[A-Z][A-Z ]*)$")
 """The type that Typer prints after an option, in its present and earlier formats."""
 ALL = "arbcli.all_options"
@@ -123,9 +125,10 @@ class Command(TyperCommand):
 
 def _first_sentence(text: str) -> str:
     """Return the first sentence of a help text, and its default."""
-    text, bracket, default = text.partition(" [")
-    sentence = re.split(r"(?<=\.)\s|;", text)[0].rstrip(".")
-    return f"{sentence}.{bracket}{default}"
+    default = _DEFAULT.search(text)
+    end = default.start() if default else len(text)
+    sentence = re.split(r"(?<=\.)\s|;", text[:end].rstrip())[0].rstrip(".")
+    return f"{sentence}.{text[end:]}"
 
 
 def _strip_range(text: str) -> str:

@@ -2,7 +2,8 @@
 
 A family's folder has `config.py`, with a configuration for each kind of part, `presets.py` with its
 presets and options, and the modules, kernels and references of these parts. The core finds a family
-by these tables alone; to add a family, write its folder and add a line.
+by these tables alone: one with parts of a kind of `Family` has a line in `FAMILIES`, and update
+rules, objectives, number formats and residual streams have a table each.
 """
 
 from typing import NamedTuple

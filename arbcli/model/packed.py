@@ -102,9 +102,9 @@ class DrawOrder(Protocol):
 
 
 def drawn_weights(module: nn.Module) -> list[Weight]:
-    """List the weights of a module in the order of their random streams.
+    """List the weights of a module in the order of their random streams of initialisation.
 
-    The order of modules does not matter.
+    The order of modules does not matter to these; it numbers the streams of updates.
 
     Raises:
         ValueError: a module does not declare the order of its parts.
@@ -347,9 +347,9 @@ class TernaryTensor(StateModule, Weight):
     def initialise(self, seed: int, index: int) -> None:
         """Initialise the weights directly in packed form, in blocks of rows.
 
-        z = clamp(round(spread P n)) for a normal n and the P of the rule: 16 counter-based random
-        bits index a table of quantiles, which gives the same integers on all devices. Frozen
-        weights are set to 1.
+        z = clamp(round(spread P n)) for a normal n, the P of the rule, and the product of the
+        spreads of tensor and rule: 16 counter-based random bits index a table of quantiles, which
+        gives the same integers on all devices. Frozen weights are set to 1.
 
         Args:
             seed: seed of the run, 0..2**31-1.
@@ -379,7 +379,10 @@ class TernaryTensor(StateModule, Weight):
         self._start_scales([self.std / rule.unit_std])
 
     def _start_scales(self, scales: Iterable[float]) -> None:
-        """Set the scales of all rows, or of each, to the nearest ones, and start the direction."""
+        """Set scales, one for all rows or one for each, and start the direction.
+
+        They are rounded to multiples of 1/128 octave, or of an octave without a fraction.
+        """
         unit = 1 if self.rule.has_fraction else OCTAVE
         levels = [round(round(OCTAVE * math.log2(scale)) / unit) * unit for scale in scales]
         v = torch.tensor(levels, device=self.trits.device)[:, None]

@@ -46,7 +46,7 @@ class ExpertWeight(StreamedTensor, LowPrecision):
             in_features,
             spec,
             area=area,
-            std=std or projection_std(in_features),
+            std=projection_std(in_features) if std is None else std,
             matrices=experts,
         )
 

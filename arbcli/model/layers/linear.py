@@ -288,9 +288,9 @@ class TernaryLinear(DecodingLayer):
             in_features,
             spec,
             area=area,
-            std=std or projection_std(in_features),
+            std=projection_std(in_features) if std is None else std,
             spread=spread,
-            lr_factor=lr_factor or inner_lr_factor(spec, spec.direction),
+            lr_factor=inner_lr_factor(spec, spec.direction) if lr_factor is None else lr_factor,
         )
         self.weight.low_precision = low_precision
         self.weight.fixed_scales = spec.bitnet
@@ -314,7 +314,7 @@ class TernaryLinear(DecodingLayer):
                 overwrite it.
         """
         compiled = torch.compiler.is_compiling()
-        if compiled and added is not None:
+        if added is not None and (compiled or norm is None):
             x = x + added
             return self(x, norm), x
         rows = x.reshape(-1, x.shape[-1])
@@ -323,8 +323,7 @@ class TernaryLinear(DecodingLayer):
             return y.view(*x.shape[:-1], -1)
         if torch.is_grad_enabled():
             self.weight.await_backward()
-            if norm:
-                norm.await_backward()
+            norm.await_backward()
         parts = rows, added.reshape(rows.shape), anchor(x)
         y, total = _LinearOfSum.apply(*parts, self.weight, norm)
         return y.view(*x.shape[:-1], -1), total.view(x.shape)

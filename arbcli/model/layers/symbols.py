@@ -98,8 +98,8 @@ class SymbolWeight(LinearWeight):
             dim,
             spec,
             area=area,
-            std=std or head_std(dim),
-            lr_factor=lr_factor or head_lr_factor(spec),
+            std=head_std(dim) if std is None else std,
+            lr_factor=head_lr_factor(spec) if lr_factor is None else lr_factor,
             matrices=-(-vocabulary // MOST_AT_ONCE),
         )
 

@@ -26,7 +26,7 @@ from arbcli.model.rules.base import (
 )
 
 BETA = 0.9
-"""Decay of the moment a step; a captured step has it as a constant."""
+"""Momentum coefficient of a step: m <- BETA m + (1 - BETA) u."""
 
 
 class Moment(Rule):
