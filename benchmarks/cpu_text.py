@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arbcli.config.presets import preset as configuration
 from benchmarks import results
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ def build(preset: str, digits: str, compute: str) -> "LanguageModel":
     """Make a model of random weights."""
     import torch
 
-    from arbcli.config.presets import preset as configuration
     from arbcli.kernels.runtime.device import COMPUTE
     from arbcli.model.language_model import LanguageModel
 
@@ -114,9 +114,7 @@ def serve_llama(threads: str, path: str) -> None:
 def start(*words: str) -> subprocess.Popen:
     """Start a process that serves, and wait until it is ready."""
     command = [sys.executable, "-m", "benchmarks.cpu_text", "--serve", *words]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     if process.stdout.readline() != "\n":
         raise RuntimeError(f"{' '.join(command)} ended with {process.wait()}")
@@ -202,6 +200,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     args = parser.parse_args()
+    if short := [name for name in args.presets if configuration(name).ctx <= PROMPT]:
+        parser.error(f"contexts of at most {PROMPT} bytes: {', '.join(short)}")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for preset in args.presets:

@@ -4,9 +4,8 @@
 
 The bare baseline (`benchmarks.bare_families`) is compiled block by block, in bf16 with float32
 weights, without sub-norms and clipping; its step is one CUDA graph, and its batch stays on the GPU.
-The float baseline is that of `arb train --weights float`: its blocks are compiled, but they use the
-kernels of `arb` for chunks, entries and the order of experts. `factored` is compared with AdamW,
-`orthogonal` with Muon. All kinds of a family take turns: see `benchmarks.training_step`.
+`factored` is compared with AdamW, `orthogonal` with Muon. All kinds of a family take turns: see
+`benchmarks.training_step`.
 """
 
 from functools import partial
@@ -30,16 +29,11 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "experts": (16, {"preset": "base", "experts": 16, "top_k_experts": 2, "ffn": 1024}),
 }
 """Windows of a batch, and the model: `experts` is `base` with 16 experts, two for a byte."""
-KINDS: dict[str, dict[str, Any]] = {
+OURS: dict[str, dict[str, Any]] = {
     "factored": {"rule": "moment", "direction": "factored"},
     "orthogonal": {"rule": "moment", "direction": "orthogonal"},
-    "AdamW": {"weights": "float", "sub_norms": False},
-    "Muon": {"weights": "float", "sub_norms": False, "optimizer": "muon"},
-    "AdamW, bare": {"weights": "float", "sub_norms": False},
-    "AdamW, bare, flex": {"weights": "float", "sub_norms": False},
-    "AdamW, bare, tuned": {"weights": "float", "sub_norms": False},
-    "Muon, bare": {"weights": "float", "sub_norms": False, "optimizer": "muon"},
 }
+BARE = ("AdamW, bare", "AdamW, bare, flex", "AdamW, bare, tuned", "Muon, bare")
 TUNED = {
     "max_autotune": True,
     "coordinate_descent_tuning": True,
@@ -65,8 +59,8 @@ class FamilyStep(BareStep):
 
 def build(family: str, kind: str) -> Trainer | BareStep:
     """Make what trains."""
-    (batch, model), options = FAMILIES[family], KINDS[kind]
-    if ", bare" in kind:
+    batch, model = FAMILIES[family]
+    if kind in BARE:
         sizes = {key: value for key, value in model.items() if key != "preset"}
         bare_config = preset(model["preset"], weights="float", sub_norms=False, **sizes)
         flex = mock.patch.object(Compressed, "flex", kind.endswith("flex"))
@@ -77,21 +71,20 @@ def build(family: str, kind: str) -> Trainer | BareStep:
         tuned = TUNED if kind.endswith("tuned") else None
         compiled = bare.compile_regions(dynamic=False, fullgraph=True, options=tuned)
         return FamilyStep(bare, ids, matrices, compiled)
-    return trainer_of({"batch": batch} | model | options)
+    return trainer_of({"batch": batch} | model | OURS[kind])
 
 
 def main() -> None:
     """Print a line a step, and write the rows of each family."""
+    every = [*OURS, *BARE]
     parser = results.options("families", "Time training steps of families against plain PyTorch.")
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--kinds", nargs="+", choices=every, default=every)
     args = parser.parse_args()
     for family in args.families or FAMILIES:
         has_flex = family == "arb-long"  # only compressed attention differs
         kinds = [kind for kind in args.kinds if has_flex or not kind.endswith("flex")]
-        makers = {
-            kind: Maker(partial(build, family, kind), "weights" in KINDS[kind]) for kind in kinds
-        }
+        makers = {kind: Maker(partial(build, family, kind), kind in BARE) for kind in kinds}
         batch, model = FAMILIES[family]
         shape = preset(model["preset"]).ctx, batch
         measure(family, shape, makers, partial(write_rows, "families", family, args.out))

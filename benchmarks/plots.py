@@ -17,7 +17,7 @@ from benchmarks.tables.results import (
     FRONTIER_SECONDS,
     best_within,
 )
-from benchmarks.tables.rows import Runs, row_of, rows_of
+from benchmarks.tables.rows import Runs, measured_row, row_of, rows_of
 from benchmarks.tables.steps import PRESETS, faster, speed_ratio
 
 matplotlib.use("svg")
@@ -32,19 +32,26 @@ COLOURS = {
     "straight-through": "#b8860b",
     "float": "#888888",
 }
-LABELS = {
-    "--rule moment": "moment",
-    "--rule nibble": "nibble",
-    "--rule moment --weights int8 --lr 0.5": "moment, all digits",
-    "--rule nibble --weights int8": "nibble, all digits",
-    "--rule moment --weights anneal": "moment, faded",
-    "--rule nibble --weights anneal": "nibble, faded",
-    "--rule carry": "carry",
-    "--weights ste --optimizer muon --lr 3e-3": "straight-through, Muon",
-    "--weights float --lr 1e-3": "float, AdamW",
-    "--weights float --optimizer muon --lr 3e-3": "float, Muon",
+CURVES = {
+    "nibble, all digits": "--rule nibble --weights int8",
+    "moment, all digits": "--rule moment --weights int8 --lr 0.5",
+    "AdamW": "--weights float --lr 1e-3",
+    "Muon": "--weights float --optimizer muon --lr 3e-3",
 }
-"""Curves, by options of a run."""
+"""Options of runs of `base`, by their names in `LINES`."""
+POINTS = {
+    "moment": "--rule moment",
+    "nibble": "--rule nibble",
+    "moment, all digits": "--weights int8",
+    "nibble, all digits": "--rule nibble --weights int8",
+    "moment, faded": "--rule moment --weights anneal",
+    "nibble, faded": "--rule nibble --weights anneal",
+    "carry": "--rule carry",
+    "straight-through, Muon": "--weights ste --optimizer muon --lr 3e-3",
+    "float, AdamW": "--weights float --lr 1.5e-3",
+    "float, Muon": "--weights float --optimizer muon --lr 3e-3",
+}
+"""Options of runs of `small`, by their labels."""
 
 
 def draw_loss(runs: Runs) -> Any:
@@ -53,10 +60,8 @@ def draw_loss(runs: Runs) -> Any:
     Every seed of `small` on the novels is a point, and every kind of `base` on code a curve.
     """
     figure, (axes, course) = pyplot.subplots(1, 2, figsize=(11, 4.1), width_ratios=(3, 2))
-    for options, label in LABELS.items():
+    for label, options in POINTS.items():
         rows = rows_of(runs, preset="small", options=options)
-        if not rows:
-            continue
         below = rows[0]["kind"] != "ternary" or "anneal" in options
         losses = [row["held_out_nats"] for row in rows]
         state, colour = rows[0]["state_mib"], COLOURS[rows[0]["kind"]]
@@ -73,10 +78,10 @@ def draw_loss(runs: Runs) -> Any:
     axes.set_xticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    for options, label in LABELS.items():
-        for row in rows_of(load("code_base"), options=options, seed=0):
-            _, colour, mark = LINES[label.removeprefix("float, ")]
-            course.plot(*zip(*row["curve"], strict=True), mark, ls="-", color=colour, label=label)
+    for kind, options in CURVES.items():
+        row = measured_row(load("code_base"), options=options, seed=0)
+        label, colour, mark = LINES[kind]
+        course.plot(*zip(*row["curve"], strict=True), mark, ls="-", color=colour, label=label)
     course.set(title="base on source code", xlabel="steps", ylabel="held-out loss, nats a byte")
     axes.set(title="small on the novels")
     course.grid(alpha=0.3)

@@ -9,7 +9,6 @@ code: see `COMMON`. With `--together` so many runs share the GPU, each with the 
 itself: see `benchmarks.together`. Their speed and peak are not known.
 """
 
-import ast
 import dataclasses
 import itertools
 import json
@@ -18,9 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import typer.main
+
 from arbcli.cli import app
-from arbcli.config.model import ModelConfig
-from arbcli.config.settings import settings_of
+from arbcli.commands._options import given_options
 from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.training.configure import new_config
@@ -36,8 +36,6 @@ COMMON = {
 """Options of every run, by the file of results."""
 CURVE = {"code_base": 500}
 """Steps between the losses that rows have besides the last one, by the file."""
-WEIGHTS = settings_of(ModelConfig)["digits"].setting.words
-"""Fields that a word of `--weights` sets."""
 DIGITS = {"trit": "ternary", "all": "all digits", "fade": "ternary"}
 KINDS = {"float": "float", "ste": "straight-through"}
 """Names of the weights of a baseline in tables."""
@@ -80,15 +78,18 @@ def measure(options: str, common: str, text: list[str], seed: int, every: int | 
 
 
 def trainer_of(options: str, common: str, text: list[str], seed: int) -> Trainer:
-    """Make what trains by options of `arb train`, each of which has a value."""
-    words = iter(shlex.split(f"{common} {options} {shlex.join(text)} --seed {seed}"))
-    settings: dict[str, Any] = {}
-    for word, value in zip(words, words, strict=True):
-        name = word.removeprefix("--").replace("-", "_")
-        number = value.replace(".", "").replace("e-", "").isdecimal()
-        settings[name] = ast.literal_eval(value) if number else value
-    settings |= WEIGHTS.get(settings.get("weights", ""), {})
-    config = new_config(**settings | {name: [settings[name]] for name in ("data", "val")})
+    """Make what trains by options of `arb train`."""
+    words = ["train", *shlex.split(f"{common} {options}"), *text, "--seed", str(seed)]
+    group: Any = typer.main.get_command(app)
+    parent = group.make_context("arb", list(words))
+    command = group.get_command(parent, "train")
+    context = command.make_context("train", words[1:], parent=parent)
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name).name == "COMMANDLINE"
+    }
+    config = new_config(**given_options(**given))
     texts = open_texts(config.data, config.val, seed=seed, context=config.model.ctx)
     return Trainer(config, texts, capture=True)
 

@@ -8,7 +8,7 @@ The baseline is that of `arb train --weights float`: compiled, Muon in batches o
 whole step one CUDA graph, with sub-norms as ours and without. Every step draws its batch as
 training does. The bare baseline has neither sub-norms nor clipping, and its batch stays on the GPU:
 see `benchmarks.bare_twin`. Kinds of ours without sub-norms train its model. `factored` is compared
-with AdamW, and `orthogonal` with Muon, whose Newton-Schulz iterations are five and ours four.
+with AdamW, and `orthogonal` with Muon; both have five Newton-Schulz iterations.
 
 Kinds of a group are in memory together and take turns, so that clocks and heat reach them alike.
 """

@@ -37,7 +37,13 @@ def test_module_of_a_page_has_its_tables_in_their_order(path):
     assert text.count("<!-- table: ") - text.count("<!-- table: ...") == len(names)
 
 
-def test_every_result_is_shown_by_a_page_or_a_figure():
+def test_every_figure_has_the_runs_that_it_names():
+    plots = pytest.importorskip("benchmarks.plots")
+    for file, draw in plots.FIGURES.values():
+        plots.pyplot.close(draw(load(file)))
+
+
+def test_every_result_is_shown_by_a_page():
     shown = {file for module in pages.PAGES.values() for file, _ in module.TABLES.values()}
     assert {path.stem for path in FOLDER.glob("*.json")} == shown
     assert shown <= set(KEYS)

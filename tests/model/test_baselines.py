@@ -6,7 +6,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
-from benchmarks import scaling
+from benchmarks import quality, scaling
 from benchmarks.bare_twin import Model
 from benchmarks.float_decoder import MODES, FloatDecoder
 
@@ -59,3 +59,9 @@ def test_float_decoder_has_the_logits_of_the_twin(sub_norms, length, mode):
 def test_benchmark_of_sizes_trains_a_baseline(monkeypatch):
     monkeypatch.setitem(scaling.SHAPES, "tiny", TWIN | {"device": "cpu"})
     assert scaling.measure("Muon", "tiny", 1, {"data": [__file__], "val": [__file__]}, seed=0)
+
+
+def test_benchmark_of_losses_reads_any_options_of_training():
+    text = ["--data", __file__, "--val", __file__, "--device", "cpu"]
+    trainer = quality.trainer_of("--set symbol_digits=all --no-sub-norms", "--dim 64", text, seed=0)
+    assert trainer.config.model.symbol_digits == "all"
