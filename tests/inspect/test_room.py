@@ -34,14 +34,10 @@ def test_run_is_refused_where_less_is_free_than_a_step_takes(monkeypatch):
         check_memory(config)
 
 
-@pytest.mark.parametrize(
-    ("options", "most"),
-    mostly_slow(
-        [({}, 1.6), ({"recompute": True}, 3.0), ({"compute": "bf16"}, 2.5), ({"accum": 3}, 1.6),
-         ({"preset": "arb-tiny", "batch": 16}, 3.0)],
-        lambda options, _: not options,
-    ),
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "most"), mostly_slow([
+    ({}, 1.6), ({"recompute": True}, 3.0), ({"compute": "bf16"}, 2.5), ({"accum": 3}, 1.6),
+    ({"preset": "arb-tiny", "batch": 16}, 3.0),
+], lambda options, _: not options))  # fmt: skip
 def test_least_memory_is_at_most_and_near_that_of_a_step(options, most):
     sizes = {"dim": 64, "layers": 2, "heads": 2, "ffn": 176, "ctx": 64, "batch": 64}
     config = new_config(**sizes | {"compute": "fp32", "device": "cpu"} | options)
