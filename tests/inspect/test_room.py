@@ -86,10 +86,8 @@ a size, or minus how many allocations ago what is freed was made; `c` where the 
 
 
 def test_segment_bytes_follow_the_block():
-    expected = {
-        512: 2, MIB: 2, MIB + 512: 20, 10 * MIB - 512: 20, 10 * MIB: 10, 10 * MIB + 512: 12,
-        33 * MIB: 34,
-    }  # fmt: skip
+    expected = {512: 2, MIB: 2, MIB + 512: 20, 10 * MIB - 512: 20, 10 * MIB: 10,
+                10 * MIB + 512: 12, 33 * MIB: 34}  # fmt: skip
     assert {size: segment_bytes(size) // MIB for size in expected} == expected
 
 
