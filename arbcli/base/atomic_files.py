@@ -138,7 +138,7 @@ def make_folder(path: Path) -> None:
         ArbError: it cannot be created, or is a link, which may lead out of the run.
     """
     with os_errors("make", path, "choose another `--out`"):
-        _refuse_link(path)
+        refuse_link(path)
         path.mkdir(parents=True, exist_ok=True)
 
 
@@ -157,7 +157,7 @@ def open_to_append(path: Path) -> BinaryIO:
             raise OSError("it is not a regular file")
         return descriptor
 
-    _refuse_link(path)
+    refuse_link(path)
     return open(path, "ab", opener=opener)
 
 
@@ -179,7 +179,12 @@ def sweep(folder: Path, pattern: str = "*") -> None:
                     os.close(lock)
 
 
-def _refuse_link(path: Path) -> None:
+def refuse_link(path: Path) -> None:
+    """Refuse to write through a link.
+
+    Raises:
+        ArbError: the path is a link.
+    """
     if path.is_symlink():
         raise ArbError(
             f"`{path}` is a link, through which nothing is written",

@@ -147,6 +147,8 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
 
 def rename_options(words: list[str]) -> list[str]:
     """Replace options of version 0.1 by the present ones, with a note on stderr."""
+    if words[:1] == ["generate"]:  # it never had them, and a prompt may be such a word
+        return words
     renamed_words: list[str] = []
     if {"--digits", "--weights"} <= {*words}:
         place = words.index("--weights")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Group
 
+from arbcli.base.errors import counted
 from arbcli.base.output import LiveLine, emit, table
 from arbcli.base.run_files import directory_of
 from arbcli.commands._options import Checkpoint, Json, Run, find_run, one_path
@@ -57,7 +58,8 @@ def _resume_plan(report: "CheckReport") -> list[str]:
         return [f"a resume   has nothing to do: all {report.steps:,} steps are done"]
     if report.has_ended and not report.evaluates_first:
         return ["a resume   has nothing to do: the run has ended by `--patience`"]
-    lines = [f"a resume   goes on at step {report.resumes_at:,}, {left:,} steps to the end"]
+    steps = counted(left, "step")
+    lines = [f"a resume   goes on at step {report.resumes_at:,}, {steps} to the end"]
     if report.steps_before is not None:
         lines.append(
             f"           has {report.steps:,} steps then, and their schedule, instead of"
@@ -66,7 +68,7 @@ def _resume_plan(report: "CheckReport") -> list[str]:
     if report.evaluates_first:
         lines.append(f"           evaluates step {report.resumes_at:,} first: it has no record")
     if report.drops_records:
-        lines.append(f"           replaces {report.drops_records:,} records")
+        lines.append(f"           replaces {counted(report.drops_records, 'record')}")
     first = "at its first save"
     aside = f"sets aside {first if report.steps_before is None else 'at once'}"
     for action, names in ((aside, report.sets_aside), ("removes", report.removes)):

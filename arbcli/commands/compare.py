@@ -51,8 +51,11 @@ def compare(
 
 def _tables(report: "RunComparison") -> Group:
     groups = report.groups
-    labels = short_names([Path(run).name for group in groups for run in group.runs])
-    names = ["\n".join(labels[Path(run).name] for run in group.runs) for group in groups]
+    paths = {run: Path(run).resolve().name for group in groups for run in group.runs}
+    if len({*paths.values()}) < len(paths):  # runs of several folders
+        paths = {run: run for run in paths}
+    labels = short_names([*paths.values()])
+    names = ["\n".join(labels[paths[run]] for run in group.runs) for group in groups]
     settings = [["", *report.settings]]
     for label, group in zip(names, groups, strict=True):
         settings.append([label, *(_value(group.settings[name]) for name in report.settings)])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, counted
 from arbcli.base.output import (
     LiveLine,
     TextWriter,
@@ -202,8 +202,7 @@ def generate(
         size = length or HOLE_LENGTH
         filled, content = fill_text(model, name, parts, size, steps, sampling, backend=backend)
         _write(content, asdict(filled), out, raw=raw, as_json=as_json)
-        steps_made = f"{filled.steps:,} step{'s' * (filled.steps > 1)}"
-        speed = f"{filled.length:,} symbols filled in {steps_made}"
+        speed = f"{counted(filled.length, 'symbol')} filled in {counted(filled.steps, 'step')}"
         _note_end(f"{speed} and {filled.seconds:.2f} s on {filled.device}, backend {backend}")
         return
     if chunks:

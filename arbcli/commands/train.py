@@ -222,10 +222,10 @@ def train(
                 **choices,
                 save=not no_save,
             )
-    if plot is not None and is_first and report.run is not None:
-        plots.plot_training(Path(report.run), plot)
     if is_first:
         display.finished(report)
+    if plot is not None and is_first and report.run is not None:
+        plots.plot_training(Path(report.run), plot)
     # only the first process reports: the launcher ends all others as soon as one fails
     if report.stopped_by is not None and is_first:
         is_saved = report.checkpoint is not None

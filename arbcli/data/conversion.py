@@ -44,6 +44,8 @@ ARRAY_BYTES = 2**31
 """Maximum size of an array of records, which is read at once."""
 NAMES_MEDIA = tuple(f'"{kind}"'.encode() for kind in MEDIA)
 """Keys of sounds and pictures, as they stand in the line of a record."""
+MEDIA_VERSION = "media 2"
+"""Version of the bytes of sounds and pictures, for the names of converted files."""
 FIELDS_OF_RECORDS = (
     ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"),
     ("question", "answer"), ("text",),
@@ -78,6 +80,8 @@ def converted_file(path: Path, conversion: Conversion = PLAIN) -> Path:
         return path
     options = ["members"] if name.endswith(TAR) else []
     options += [field or "", *(str(option) for option in astuple(conversion)[1:] if option)]
+    if medium_of(name):
+        options.append(MEDIA_VERSION)
     if field is not None and name.endswith((*RECORDS, TAR)):
         options += _media_states(path, name, field)
     blocks = blocks or _unpacked(path)
@@ -169,7 +173,7 @@ def _media_states(path: Path, name: str, field: str) -> Iterator[str]:
                 kind, named = _part(part)
                 if kind != "text":
                     status = (path.parent / named).stat()
-                    yield f"{number} {named} {status.st_size} {status.st_mtime_ns}"
+                    yield f"{MEDIA_VERSION} {number} {named} {status.st_size} {status.st_mtime_ns}"
 
 
 def _may_name_media(line: bytes) -> bool:

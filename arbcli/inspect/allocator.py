@@ -81,15 +81,15 @@ class _Pool:
 
 
 class Allocator:
-    """The state of a device's allocator, and its peaks.
+    """The state of a device's allocator, and its peak.
 
     Attributes:
         allocated, reserved: bytes in allocated blocks, and bytes reserved from the device.
-        peak_allocated, peak_reserved: the most so far.
+        peak_reserved: the most reserved so far.
     """
 
     def __init__(self) -> None:
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.allocated = self.reserved = self.peak_reserved = 0
         self._shared = self._current = (_Pool(small=True), _Pool(small=False))
         self._end = 0
         """End of the last segment."""
@@ -112,7 +112,6 @@ class Allocator:
             block.after, block.size = other, size
             pool.put(other)
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
     def release(self, block: Block) -> None:

@@ -82,7 +82,8 @@ def plot_runs(report: RunComparison, png: Path) -> None:
         for run in group.runs:
             records = read_records(Path(run))
             evaluated = [record for record in records if record.get("val_loss") is not None]
-            style: dict[str, Any] = {"color": f"C{number % 10}", "linewidth": 1.2, "label": label}
+            style: dict[str, Any] = {"color": f"C{number % 10}", "linewidth": 1.2}
+            style["label"] = label.replace("$", r"\$")
             held_out.plot(*_points(evaluated, "val_loss"), "o-", markersize=3, **style)
             training.plot(*_points(records, "loss"), **style)
             label = ""  # a legend has each group once
@@ -193,7 +194,7 @@ def _mark_losses(axes: "Axes", entropy: float, uniform: float = UNIFORM) -> None
 
 
 def _label(axes: "Axes", title: str, x: str, y: str) -> None:
-    axes.set_title(title, loc="left", color=INK, fontsize=10)
+    axes.set_title(title.replace("$", r"\$"), loc="left", color=INK, fontsize=10)
     axes.set_xlabel(x, color=INK, fontsize=9)
     axes.set_ylabel(y, color=INK, fontsize=9)
 

@@ -1,5 +1,6 @@
 """Logger for MLflow, at `MLFLOW_TRACKING_URI` or MLflow's default location."""
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ class Logger(base.Logger):
         experiment = mlflow.set_experiment(base.PROJECT).experiment_id
         self._client = mlflow.MlflowClient()
         self._id = self._client.create_run(experiment, run_name=run.resolve().name).info.run_id
-        for setting, value in base.flat_settings(facts).items():
-            self._client.log_param(self._id, setting, value)
+        settings = base.flat_settings(facts).items()
+        params = [mlflow.entities.Param(name, str(value)) for name, value in settings]
+        self._client.log_batch(self._id, params=params)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Log metrics."""
-        for name, value in values.items():
-            self._client.log_metric(self._id, name, value, step=step)
+        """Log metrics in one request."""
+        now = int(1000 * time.time())
+        metrics = [mlflow.entities.Metric(name, x, now, step) for name, x in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def histograms(self, step: int, values: dict[str, base.Histogram]) -> None:
         """Log histograms as a JSON file, as MLflow has no histograms."""

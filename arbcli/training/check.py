@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from arbcli.base.atomic_files import TEMPORARY
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, counted
 from arbcli.base.run_files import CONFIG, best_checkpoints, checkpoints, directory_of, step_of
 from arbcli.config.training import TrainConfig
 from arbcli.model.checkpoint import Accept, Checkpoint, DamagedError, load_checkpoint, path_of
@@ -78,7 +78,7 @@ def check_run(path: Path, steps: int | None = None, **changes: Any) -> CheckRepo
     try:
         facts = read_facts(run)
         config = dataclasses.replace(run_config(run, facts), **changes)
-        began = f"{config.steps:,} steps, begun {facts['started'][:19]}"
+        began = f"{counted(config.steps, 'step')}, begun {facts['started'][:19]}"
         findings.append(Finding(name=CONFIG, state="ok", detail=began))
     except ArbError as error:
         findings.append(Finding(name=CONFIG, state="refused", detail=str(error)))
@@ -168,7 +168,7 @@ def _check_teacher(facts: dict[str, Any], config: TrainConfig) -> Finding:
 
 def _check_records(good: int, bad: int) -> Finding:
     state = "damaged" if bad else "ok"
-    detail = f"{good:,} records" + (f", and {bad:,} invalid lines" if bad else "")
+    detail = counted(good, "record") + (f", and {counted(bad, 'invalid line')}" if bad else "")
     return Finding(name=METRICS, state=state, detail=detail)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arbcli.base.atomic_files import write_json
+from arbcli.base.atomic_files import refuse_link, write_json
 from arbcli.base.errors import ArbError, quoted, shell_word
 from arbcli.base.lazy import imported
 from arbcli.base.run_files import CONFIG, checkpoint_path, checkpoints, directory_of
@@ -152,6 +152,8 @@ def resume_run(
             if config.teacher is not None:
                 teacher = imported("arbcli.training.teacher:teacher_again")(facts, config)
             has_recent = bool(checkpoint and checkpoint.data.get(FIELD))
+            if group.first:
+                refuse_link(run / METRICS)  # before anything is trained or written
             records_before = read_records(run) if group.first else []
             kept = [r for r in records_before if stays(r, done, config, has_recent)]
             if steps not in (None, config.steps):

@@ -243,6 +243,11 @@ def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> T
         losses = model.losses(*subject.bytes(), dropout=dropout)
         _total(losses).backward()
     traced.losses = {name: loss.detach() for name, loss in losses.items()}
+    for name, tensor in weights.items():  # one that the batch does not use
+        if name not in traced.gradients:
+            traced.gradients[name] = torch.zeros(
+                tensor.out_features, tensor.in_features, device=subject.device
+            )
     return traced
 
 
@@ -342,7 +347,7 @@ def _end_to_end(
             )
             yield subject.result("end to end", name, got, expected, loss_gate)
     if whole:
-        grads = torch.autograd.grad(_total(losses), [*leaves.values()])
+        grads = torch.autograd.grad(_total(losses), [*leaves.values()], materialize_grads=True)
         for name, grad in zip(leaves, grads, strict=True):
             yield subject.result("whole gradient", name, traced.gradients[name], grad, gate)
 
@@ -373,8 +378,11 @@ def _blocks(
     ) -> Iterator[ParityResult]:
         """Compare an output, and the gradients of leaves for a gradient of it."""
         yield subject.result("output", name, got, expected, subject.gate)
+        if not tensors:
+            return
         objective = (expected * grad.double()).sum() + besides
-        grads = torch.autograd.grad(objective, [leaf for leaf, _ in tensors.values()])
+        weights = [leaf for leaf, _ in tensors.values()]
+        grads = torch.autograd.grad(objective, weights, materialize_grads=True)
         for (key, (_, got_grad)), exact in zip(tensors.items(), grads, strict=True):
             yield subject.result("gradient", key, got_grad, exact, subject.gate)
 
@@ -384,7 +392,9 @@ def _blocks(
 
     got = traced.outputs["embedding"]
     expected = leaves["embedding.weight"][subject.bytes()[0]]
-    yield from compare("embedding", got, _gradient(got), expected, leaf_gradients("embedding."))
+    # the gradient of a tied weight is that of both its uses, which "whole gradient" has
+    weights = {} if config.tied else leaf_gradients("embedding.")
+    yield from compare("embedding", got, _gradient(got), expected, weights)
     terms, last = reference.terms, None
     for name, stage, _ in named_blocks(config):
         counts = [len(reference.position_ids[stage, row]) for row in rows]

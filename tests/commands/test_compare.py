@@ -109,7 +109,13 @@ def test_unfit_paths_are_one_line(tmp_path, arb_error):
     empty, run = make_run(tmp_path / "empty", []), make_run(tmp_path / "run", [record(1, 2.0)])
     damaged = make_run(tmp_path / "damaged", [record(1, 2.0)])
     (damaged / "config.json").write_text("{cut off")
-    for words, message in (
-        ([empty], "has no records"), ([damaged], "is not JSON"), ([run, tmp_path], "no run at"),
-    ):  # fmt: skip
+    cases = ([empty], "has no records"), ([damaged], "is not JSON"), ([run, tmp_path], "no run at")
+    for words, message in cases:
         assert message in arb_error("compare", *map(str, words))
+
+
+def test_runs_of_one_name_are_named_with_their_folders(tmp_path, arb_done, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in "ab":
+        make_run(tmp_path / folder / "run", [record(1, 2.0)])
+    assert "│ a/run" in arb_done("compare", "a/run", "b/run").stdout

@@ -66,7 +66,8 @@ def test_older_option_is_accepted_with_a_line_that_names_the_new_option(old, now
     said = capsys.readouterr().err
     for option in ("--digits", "--direction", "--wire"):
         assert (option in said) == (option in old)
-    assert rename_options(["train", *now.split()]) == ["train", *now.split()]
+    for command, words in (("train", now), ("generate", old)):  # or a prompt
+        assert rename_options([command, *words.split()]) == [command, *words.split()]
     assert capsys.readouterr().err == ""
 
 

@@ -44,7 +44,7 @@ def run(tmp_path) -> Path:
         record(step, 6 / math.sqrt(step), 3 - step / 100 if step % 50 == 0 else None)
         for step in range(10, 110, 10)
     ]
-    return make_run(tmp_path / "001-256x4-moment", records, text={"entropy": 3.2})
+    return make_run(tmp_path / r"001-$\x$", records, text={"entropy": 3.2})
 
 
 @pytest.fixture

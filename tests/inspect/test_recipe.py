@@ -49,29 +49,24 @@ def imagined(monkeypatch):
     return steps
 
 
-@pytest.mark.parametrize(
-    ("room", "changes", "arguments", "options", "tries"),
-    [
-        (32, {}, {}, "--batch 32 --accum 1", 1),
-        (8, {}, {}, "--batch 8 --accum 4", 3),
-        (4.5, {}, {}, "--batch 4 --accum 8", 4),
-        (4, {}, {}, "--batch 4 --accum 8 --reduce-dtype none", 4),
-        (4.5, {}, {"sums": False}, "--batch 4 --accum 8 --reduce-dtype none", 3),
-        (3.9, {}, {}, "--batch 16 --accum 2 --recompute", 7),
-        (0.145, {}, {}, "--batch 1 --accum 32 --recompute", 8),
-        (0.1, {}, {}, None, 6),
-        (4, {"recompute": True}, {}, "--batch 32 --accum 1 --recompute", 1),
-        (4.5, {"pack": True, "layers": 2}, {}, "--batch 4 --accum 8", 4),
-        (3.9, {"pack": True, "layers": 2}, {}, None, 3),
-        (32, {"reduce_dtype": "int12"}, {"processes": 2}, "--batch 16 --accum 2", 1),
-        (8, {"reduce_dtype": "int12"}, {"processes": 2}, "--batch 8 --accum 4", 3),
-        (8, {"reduce_dtype": "int12"}, {"processes": 64}, "--batch 1 --accum 64", 1),
-        (32, {}, {"text_tokens": 6_553_600}, "--batch 32 --accum 1", 1),
-        (32, {}, {"text_tokens": 6_553_599}, "--batch 16 --accum 1", 1),
-        (1, {}, {"text_tokens": 9}, "--batch 2 --accum 1 --recompute", 2),
-        (32, {"ctx": 70_000}, {}, "--batch 1 --accum 1", 1),
-    ],
-)
+@pytest.mark.parametrize(("room", "changes", "arguments", "options", "tries"), [
+    (32, {}, {}, "--batch 32 --accum 1", 1), (8, {}, {}, "--batch 8 --accum 4", 3),
+    (4.5, {}, {}, "--batch 4 --accum 8", 4), (0.1, {}, {}, None, 6),
+    (4, {}, {}, "--batch 4 --accum 8 --reduce-dtype none", 4),
+    (4.5, {}, {"sums": False}, "--batch 4 --accum 8 --reduce-dtype none", 3),
+    (3.9, {}, {}, "--batch 16 --accum 2 --recompute", 7),
+    (0.145, {}, {}, "--batch 1 --accum 32 --recompute", 8),
+    (4, {"recompute": True}, {}, "--batch 32 --accum 1 --recompute", 1),
+    (4.5, {"pack": True, "layers": 2}, {}, "--batch 4 --accum 8", 4),
+    (3.9, {"pack": True, "layers": 2}, {}, None, 3),
+    (32, {"reduce_dtype": "int12"}, {"processes": 2}, "--batch 16 --accum 2", 1),
+    (8, {"reduce_dtype": "int12"}, {"processes": 2}, "--batch 8 --accum 4", 3),
+    (8, {"reduce_dtype": "int12"}, {"processes": 64}, "--batch 1 --accum 64", 1),
+    (32, {}, {"text_tokens": 6_553_600}, "--batch 32 --accum 1", 1),
+    (32, {}, {"text_tokens": 6_553_599}, "--batch 16 --accum 1", 1),
+    (1, {}, {"text_tokens": 9}, "--batch 2 --accum 1 --recompute", 2),
+    (32, {"ctx": 70_000}, {}, "--batch 1 --accum 1", 1),
+])  # fmt: skip
 def test_largest_micro_batch_is_chosen(room, changes, arguments, options, tries, imagined):
     config = config_of_any_gpu(**TINY | {"ctx": 2048} | changes)
     recipe = choose_step(config, int(STATE + room * WINDOW) + SEGMENT, **arguments)

@@ -52,14 +52,11 @@ def test_step_of_a_small_model_takes_the_least_time_of_its_kernels():
     assert step_seconds(step) == pytest.approx(6.45e-4, rel=0.08)  # docs/log/runs.md
 
 
-@pytest.mark.parametrize(
-    ("gpu", "capability", "words"),
-    [
-        ("none", (0, 0), "about 51,000 tokens/s on an NVIDIA H200, 59,000 with --compute fp8"),
-        ("some GPU", (8, 9), "about 51,000 tokens/s on an NVIDIA H200, 59,000 with --compute fp8"),
-        ("NVIDIA A30", (8, 0), "about 8,500 tokens/s on an NVIDIA A30"),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "capability", "words"), [
+    ("none", (0, 0), "about 51,000 tokens/s on an NVIDIA H200, 59,000 with --compute fp8"),
+    ("some GPU", (8, 9), "about 51,000 tokens/s on an NVIDIA H200, 59,000 with --compute fp8"),
+    ("NVIDIA A30", (8, 0), "about 8,500 tokens/s on an NVIDIA A30"),
+])  # fmt: skip
 def test_speed_scales_with_the_products_of_a_known_gpu(gpu, capability, words, monkeypatch):
     as_if_on(gpu, capability, monkeypatch)
     step = config(batch=8)
@@ -68,9 +65,8 @@ def test_speed_scales_with_the_products_of_a_known_gpu(gpu, capability, words, m
     assert fp8.fp8_tokens_per_second is None
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"preset": "hnet-tiny"}, {"preset": "arb-tiny"}, {"compute": "fp32"}, {"device": "cpu"}],
-)
+@pytest.mark.parametrize("settings", [
+    {"preset": "hnet-tiny"}, {"preset": "arb-tiny"}, {"compute": "fp32"}, {"device": "cpu"},
+])  # fmt: skip
 def test_nothing_is_expected_of_what_was_not_measured(settings):
     assert expected_speed(config(**settings)) is None

@@ -156,3 +156,10 @@ def test_wandb_resumes_no_other_run(tmp_path, monkeypatch):
     ids = [opened.kwargs["id"] for opened in package.init.call_args_list]
     assert ids[0] == ids[1]
     assert len({*ids}) == 3
+
+
+def test_mlflow_is_sent_the_numbers_of_a_step_at_once(tmp_path, monkeypatch):
+    logger, package = stand_in("mlflow", monkeypatch)
+    logger.open(tmp_path, 0, FACTS)
+    logger.scalars(1, {"loss": 3.0, "lr": 0.5})
+    assert package.MlflowClient().log_batch.call_count == 2  # settings are sent at once, too

@@ -155,7 +155,7 @@ def test_faulty_run_does_not_pass(change, run):
 
 def test_command_reports_it_and_so_does_a_dry_run(run, arb_here, arb_done, arb_json):
     before = contents(run)
-    assert "goes on at step 3, 1 steps to the end" in arb_done("check", str(run)).stdout
+    assert "goes on at step 3, 1 step to the end" in arb_done("check", str(run)).stdout
     assert arb_json("train", "--resume", str(run), "--dry-run")["resumes_at"] == 3
     dry_run_of = ["train", "--resume", str(run / "step-000002.safetensors"), "--dry-run", "--steps"]
     longer, shorter = (arb_here(*dry_run_of, steps) for steps in "92")

@@ -101,6 +101,11 @@ def test_model_of_memories_agrees_with_the_reference_in_the_kernels(device):
     assert not failed(parity.check_model(use_kernels(subject("graph"), device)))
 
 
+def test_tied_and_unused_weights_are_compared():
+    """A context of two bytes completes no entry, so nothing reads the indexer."""
+    assert not failed(parity.check_model(subject("compressed", ctx=2, tied=True)))
+
+
 LOSSES = {
     "graph": {"text", "ponder"}, "hnet": {"text", "ratio"}, "hnet words": {"text"},
     "compressed": {"text", "indexer"}, "mixed": {"text", "ratio", "indexer"},

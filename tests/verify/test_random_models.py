@@ -83,6 +83,7 @@ class Draw(random.Random):
             ahead=self.some(AheadConfig(positions=3, width=14)),
             norm_gain=self.random() < 0.3,
             digits=self.choice(["trit", "all"]),
+            tied=self.random() < 0.3,
         )
 
 

@@ -10,8 +10,8 @@ from arbcli.config.settings import Setting
 
 BYTES = 256
 """Number of symbols that the head predicts."""
-MOST = 8
-"""Maximum number of bytes that are predicted at a position."""
+MOST_AHEAD = 8
+"""Maximum number of bytes that are predicted, attended or checked at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class AheadConfig(PartConfig):
 
     module: ClassVar[str] = "arbcli.families.ahead.head:Ahead"
     kind: str = field(default="ahead", init=False)
-    positions: Annotated[int, Setting(minimum=2, maximum=MOST)]
+    positions: Annotated[int, Setting(minimum=2, maximum=MOST_AHEAD)]
     """Number of bytes predicted at a position, including the byte of the model's main head."""
     width: int
     """Width of the MLP's hidden layer."""

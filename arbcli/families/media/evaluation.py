@@ -93,20 +93,23 @@ class MediaLosses:
         return tuple(losses)
 
     def _kind_loss(self, kind: str, unit: str, parts: list[tuple[Part, float]]) -> KindLoss:
-        units, peers = 0, dict[str, int]()
+        units, sizes = 0, list[dict[str, int]]()
         for part, _ in parts:
             body, header = self.text.read(*part.body_range), part.header
-            sizes: dict[str, int] = {}
+            sizes.append({})
             with suppress(ImportError):  # optional packages
                 if isinstance(header, SoundHeader):
                     values = decode_samples(body, header)
                     units += values.size
-                    sizes = {"FLAC": flac_bytes(values, header.rate)}
+                    sizes[-1] = {"FLAC": flac_bytes(values, header.rate)}
                 else:
                     units += header.units
-                    sizes = encoded_bytes(decode_pixels(body, header))
-            for name, count in sizes.items():
-                peers[name] = peers.get(name, 0) + count
+                    sizes[-1] = encoded_bytes(decode_pixels(body, header))
+        peers = {
+            name: sum(counts[name] for counts in sizes)
+            for name in sizes[0]
+            if all(name in counts for counts in sizes)
+        }
         size = sum(part.stop - part.start for part, _ in parts)
         nats = sum(nats for _, nats in parts)
         return KindLoss(

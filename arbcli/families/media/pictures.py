@@ -33,6 +33,7 @@ WEBP = re.compile(
 )
 """Start of a WebP file, up to the size of its canvas or of its only picture."""
 LONGEST_WEBP_START = 30
+MOST_WEBP_SIDE = 2**14 - 1
 FORM = re.compile(r"(rgb|grey)(?::([1-9][0-9]{0,4})x([1-9][0-9]{0,4}))?")
 """Syntax of `picture`: a mode and, for a common size, width and height."""
 PIL_MODES = {"rgb": "RGB", "grey": "L"}
@@ -86,6 +87,8 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
             if width:  # a JPEG is decoded at a fraction of its size where that is enough
                 image.draft(PIL_MODES[mode], (int(width), int(height)))
             upright = operations.exif_transpose(image)
+            if upright.mode.startswith("I"):  # 16 bits, which `convert` clips to 255
+                upright = upright.point(lambda shade: shade * (1 / 256)).convert("L")
             if "A" in upright.getbands() or "transparency" in upright.info:
                 upright = upright.convert("RGBA")
                 white = image_module.new("RGBA", upright.size, "white")
@@ -170,13 +173,15 @@ def write_picture(path: Path, body: bytes, header: PictureHeader) -> None:
 
 
 def encoded_bytes(pixels: "np.ndarray") -> dict[str, int]:
-    """Count the bytes of a picture as PNG and as lossless WebP, each at its best level."""
+    """Count the bytes of a picture as PNG and as lossless WebP, each at its best level.
+
+    A picture with a side of more than `MOST_WEBP_SIDE` has no WebP.
+    """
     image = import_module("PIL.Image").fromarray(pixels)
     sizes = {}
-    ways: dict[str, dict[str, Any]] = {
-        "PNG": {"optimize": True},
-        "WebP": {"lossless": True, "quality": 100, "method": 6},
-    }
+    ways: dict[str, dict[str, Any]] = {"PNG": {"optimize": True}}
+    if max(image.size) <= MOST_WEBP_SIDE:
+        ways["WebP"] = {"lossless": True, "quality": 100, "method": 6}
     for name, how in ways.items():
         file = io.BytesIO()
         image.save(file, format=name, **how)

@@ -25,6 +25,9 @@ DAMAGED = "it is truncated or damaged, or of a format that libsndfile does not r
 MU = 255
 PEAK = 32767
 """Largest sample of 16 bits."""
+FLOATS = ("FLOAT", "DOUBLE")
+"""Subtypes of samples from -1 to 1, which libsndfile reads as integers without scaling them."""
+MOST_FLAC_RATE = 655_350
 
 
 def sound_bytes(path: Path, form: str) -> Iterator[bytes]:
@@ -64,7 +67,7 @@ def _blocks(soundfile: Any, content: BoundedFile, path: Path, form: str) -> Iter
         if cut and int(cut[1]) < STREAMED:
             raise _damaged(path, "it is shorter than its header says")
         yield header.encode()
-        while len(samples := file.read(BLOCK_FRAMES, dtype="int16", always_2d=True)):
+        while len(samples := _next_samples(file)):
             read += len(samples)
             if read > header.frames:
                 break
@@ -73,6 +76,16 @@ def _blocks(soundfile: Any, content: BoundedFile, path: Path, form: str) -> Iter
         raise _too_heavy(path, content)
     if read != header.frames:
         raise _damaged(path, f"it has {read:,} of {header.frames:,} frames")
+
+
+def _next_samples(file: Any) -> "np.ndarray":
+    """Read the next samples of a file, (frames, channels) int16; none at its end."""
+    import numpy as np  # takes a tenth of a second, and help needs none
+
+    if file.subtype not in FLOATS:
+        return file.read(BLOCK_FRAMES, dtype="int16", always_2d=True)
+    samples = np.nan_to_num(file.read(BLOCK_FRAMES, dtype="float64", always_2d=True))
+    return np.rint(samples.clip(-1, 1) * (PEAK + 1)).clip(max=PEAK).astype(np.int16)
 
 
 def _check(header: SoundHeader, path: Path) -> None:
@@ -133,8 +146,11 @@ def write_sound(path: Path, body: bytes, header: SoundHeader) -> None:
         ArbError: the package is missing, or the file cannot be written.
     """
     soundfile = _package(path)
+    samples = decode_samples(body, header)
     try:
-        soundfile.write(path, decode_samples(body, header), header.rate)
+        with soundfile.SoundFile(path, "w", header.rate, header.channels) as file:
+            for start in range(0, len(samples), BLOCK_FRAMES):  # long ones overflow Ogg's stack
+                file.write(samples[start : start + BLOCK_FRAMES])
     except (OSError, soundfile.SoundFileError) as error:
         raise ArbError(f"cannot write `{path}`: {error}", "check its folder") from None
 
@@ -142,6 +158,7 @@ def write_sound(path: Path, body: bytes, header: SoundHeader) -> None:
 def flac_bytes(samples: "np.ndarray", rate: int) -> int:
     """Count the bytes of a FLAC file, at its best level, of (frames, channels) int16 samples."""
     soundfile, file = import_module("soundfile"), io.BytesIO()
+    rate = min(rate, MOST_FLAC_RATE)
     soundfile.write(file, samples, rate, format="FLAC", subtype="PCM_16", compression_level=1.0)
     return len(file.getvalue())
 

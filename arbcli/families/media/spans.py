@@ -20,7 +20,7 @@ PIXEL_BYTES = {"rgb": 3, "grey": 1}
 """Bytes of a pixel, by the mode of a picture."""
 MOST_CHANNELS = 2
 HEADER = re.compile(
-    rb"\xff(?:sound (mulaw|pcm16) ([1-9][0-9]{0,6}) ([12]) ([0-9]{1,10})"
+    rb"\xff(?:sound (mulaw|pcm16) ([1-9][0-9]{0,9}) ([12]) ([0-9]{1,10})"
     rb"|picture (rgb|grey) ([1-9][0-9]{0,5}) ([1-9][0-9]{0,5}))\n"
 )
 LONGEST_HEADER = 64

@@ -24,23 +24,17 @@ def apart(row: list[int]) -> tuple[list[int], list[int], list[int]]:
     return before, hole, after
 
 
-@pytest.mark.parametrize("sizes", [(2, 3, 4), (0, 1, 0), (5, 300, 0)])
-def test_a_hole_comes_after_both_sides(sizes):
-    parts = torch.arange(sum(sizes)).remainder(251).split(sizes)
-    row = lay_out(parts[0], parts[1], parts[2], 256)
-    assert len(row) == sum(sizes) + EXTRA
-    assert apart(row.tolist()) == tuple(part.tolist() for part in parts)
+SIZES_OF_PARTS = [(2, 3, 4), (0, 1, 0), (5, 300, 0), (LEAD + 3, 2, 4), (LEAD, 1, 0), (3, 5, 2)]
 
 
-@pytest.mark.parametrize("sizes", [(LEAD + 3, 2, 4), (LEAD, 1, 0), (3, 5, 2), (0, 4, 1)])
-def test_the_end_of_the_text_before_a_hole_is_read_after_the_mark(sizes):
-    before, hole, after = torch.arange(sum(sizes)).split(sizes)
-    row = led_in(before, hole, after, 256)
+@pytest.mark.parametrize("sizes", SIZES_OF_PARTS)
+@pytest.mark.parametrize(("arrange", "lead"), [(lay_out, 0), (led_in, LEAD)])
+def test_a_hole_comes_after_both_sides_and_the_end_of_the_text_before_it(arrange, lead, sizes):
+    before, hole, after = torch.arange(sum(sizes)).remainder(251).split(sizes)
+    row = arrange(before, hole, after, 256)
     assert len(row) == sum(sizes) + EXTRA
-    cut_at = max(0, sizes[0] - LEAD)
-    whole = [*range(sum(sizes))]
-    begin, end = whole[:cut_at], whole[cut_at : sizes[0] + sizes[1]]
-    assert apart(row.tolist()) == (begin, end, after.tolist())
+    text, cut_at = [*before.tolist(), *hole.tolist()], max(0, len(before) - lead)
+    assert apart(row.tolist()) == (text[:cut_at], text[cut_at:], after.tolist())
 
 
 def test_every_other_window_has_a_hole_anywhere_and_of_any_length():

@@ -20,12 +20,11 @@ from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.kernels.codec.decode_digits import (
-    add_remainders,
     decode_digits_reference,
     digits_reference,
     scales_reference,
 )
-from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.kernels.codec.packed import ALL_DIGITS, random_packed
 from arbcli.verify.kernels.matmul.int8_matmul import int8_matmul_verification
 from arbcli.verify.kernels.matmul.prepacked import prepacked_reference
 
@@ -43,8 +42,7 @@ def matrix(device, rows=20, in_features=328, group_size=32) -> Packed:
 def random_int8(rows, in_features, group_size, generator) -> Packed:
     """Draw a matrix of all digits with |z| up to 127."""
     packed = random_packed(rows, in_features, group_size, generator, spread=8)
-    _, (_, packed) = add_remainders(packed, generator)
-    return packed
+    return ALL_DIGITS["four bits"]["packed"](packed)
 
 
 def draw(rows, in_features=328, *, device) -> torch.Tensor:

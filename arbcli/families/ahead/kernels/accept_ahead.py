@@ -9,12 +9,10 @@ bytes are those of decoding one byte at a time.
 import torch
 from torch import Tensor
 
+from arbcli.families.ahead.config import MOST_AHEAD
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-
-MOST_AHEAD = 8
-"""Maximum number of bytes that are attended or checked at once."""
 
 
 def _accept_ahead_torch(

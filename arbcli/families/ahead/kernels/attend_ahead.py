@@ -27,7 +27,7 @@ from typing import NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.kernels.accept_ahead import MOST_AHEAD
+from arbcli.families.ahead.config import MOST_AHEAD
 from arbcli.kernels.attention.attend_parts import (
     ALIGNED,
     MOST_PARTS,

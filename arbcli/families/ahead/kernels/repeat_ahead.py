@@ -8,7 +8,7 @@ after it are the proposals. If the text ends before M bytes, the proposals repea
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.kernels.accept_ahead import MOST_AHEAD
+from arbcli.families.ahead.config import MOST_AHEAD
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.kernels.accept_ahead import MOST_AHEAD, accept_ahead_
+from arbcli.families.ahead.config import MOST_AHEAD
+from arbcli.families.ahead.kernels.accept_ahead import accept_ahead_
 from arbcli.verify.verification import Verification
 
 
