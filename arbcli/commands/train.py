@@ -143,12 +143,13 @@ def train(
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
     settings = opt.given_options(**settings)
-    if gpus is not None and not dry_run and not print_config:
+    trains = not (dry_run or print_config or show_windows)
+    if gpus is not None and trains:
         if resume is None and config_file is None:
             chosen = gpus if _chooses_step(settings, init_from) else 1
             _check_shares(settings.get("accum", chosen), gpus, device)
         start_processes(gpus)
-    if pin and not dry_run and not print_config:
+    if pin and trains:
         _pin(device)
     if resume is None:
         settings = _new_settings(settings, config_file, init_from, out)
@@ -171,7 +172,7 @@ def train(
         _show_settings(settings | machine, as_json=as_json)
         return
     if show_windows is not None:
-        _show_windows(settings | machine, init_from, show_windows, as_json=as_json)
+        _show_windows(settings | machine, init_from, show_windows, gpus or 1, as_json=as_json)
         return
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
@@ -375,7 +376,7 @@ def _show_settings(settings: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _show_windows(
-    settings: dict[str, Any], init_from: Path | None, number: int, *, as_json: bool
+    settings: dict[str, Any], init_from: Path | None, number: int, processes: int, *, as_json: bool
 ) -> None:
     """Print the first windows that a run would read, with the text that it would learn marked."""
     with RunDisplay(quiet=False, as_json=False, advises=False) as display:
@@ -389,7 +390,7 @@ def _show_windows(
         config = new_config(**settings)
         texts = open_run_texts(config)
         if _chooses_step(settings, init_from):
-            config = replace(config, **_choose_step(display, config, texts))
+            config = replace(config, **_choose_step(display, config, texts, processes))
         windows = list(first_windows(config, texts, number))
     for index, window in enumerate(windows, 1):
         if as_json:

@@ -69,6 +69,8 @@ def test_processes_that_choose_their_step_need_no_accum(monkeypatch, arb_here):
     monkeypatch.setattr(_processes, "launch", started)
     words = ("train", "--init-from", "run", "--gpus", "2", "--device", "cpu")
     assert "`--accum` is 1, which 2 processes" in arb_here(*words, "--batch", "2").stderr
+    for alone in (["--show-windows", "1"], ["--print-config"]):
+        arb_here(*words, *alone)
     assert not started.called
     assert arb_here(*words).returncode == 0
     assert started.called
