@@ -159,6 +159,8 @@ def test_command_reports_it_and_so_does_a_dry_run(run, arb_here, arb_done, arb_j
     assert arb_json("train", "--resume", str(run), "--dry-run")["resumes_at"] == 3
     dry_run_of = ["train", "--resume", str(run / "step-000002.safetensors"), "--dry-run", "--steps"]
     longer, shorter = (arb_here(*dry_run_of, steps) for steps in "92")
+    shared = arb_here(*dry_run_of, "9", "--gpus", "2").stdout
+    assert "would not start: 1 micro-batches cannot be divided evenly" in shared
     assert "sets aside at once: step-000003.safetensors" in longer.stdout
     assert shorter.returncode == 1
     assert "would not start: the run has done 2 steps" in shorter.stdout
