@@ -197,17 +197,17 @@ def train(
 
         if plot is not None:
             plots.require_matplotlib()
+        smaller = room.HINT if resume is None else "use `--recompute` or a larger machine"
+        hint = f"{smaller}, or `--force` to try it"
+        check = partial(room.check_memory, hint=hint) if not force else lambda _: None
         loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
         observer = Observers([display, *loggers])
         if resume is None and ternary:
             _leave_busy_processors(device, display)
         if resume is not None:
-            report = resume_run(
-                run, observer, device=device, backend=backend, profile=profile, **settings
-            )
+            report = resume_run(run, observer, **machine, profile=profile, check=check, **settings)
         else:
             initial = None if init_from is None else _read_initial(init_from, settings, display)
-            hint = f"{room.HINT}, or `--force` to try it"
             chooses = _chooses_step(settings, init_from)
             sums = settings.get("reduce_dtype") != "none"
             fades = settings.get("digits") == "fade"
@@ -221,7 +221,7 @@ def train(
                 minutes=minutes,
                 initial=initial,
                 profile=profile,
-                check=lambda config: None if force else room.check_memory(config, hint),
+                check=check,
                 **choices,
                 save=not no_save,
             )
