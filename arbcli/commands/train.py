@@ -10,7 +10,7 @@ import typer
 
 from arbcli.base import run_files
 from arbcli.base.environment import free_threads, is_for_cpu, may_have_gpu, set_spins
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, shell_word
 from arbcli.base.output import LiveLine, emit_json, note, write_bytes
 from arbcli.base.signals import STOPPED_UNSAVED, exit_code
 from arbcli.base.sockets import pin_to_socket
@@ -186,9 +186,7 @@ def train(
         set_spins(yields=True)
     is_first = rank == 0  # only this process prints
     advises = minutes is None and resume is None
-    with RunDisplay(
-        quiet=quiet or not is_first, as_json=as_json and is_first, advises=advises, gpus=gpus
-    ) as display:
+    with RunDisplay(quiet=quiet, as_json=as_json, advises=advises, is_first=is_first) as display:
         display.wait("loading")
         from arbcli.inspect import plots, room  # imports torch: not needed for `arb --help`
         from arbcli.training.configure import new_config
@@ -197,11 +195,11 @@ def train(
 
         if plot is not None:
             plots.require_matplotlib()
+        loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
+        observer = Observers([display, *loggers])
         smaller = room.HINT if resume is None else "use `--recompute` or a larger machine"
         hint = f"{smaller}, or `--force` to try it"
         check = partial(room.check_memory, hint=hint) if not force else lambda _: None
-        loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
-        observer = Observers([display, *loggers])
         if resume is None and ternary:
             _leave_busy_processors(device, display)
         if resume is not None:
@@ -231,8 +229,17 @@ def train(
         display.finished(report)
     # only the first process reports: the launcher ends all others as soon as one fails
     if report.stopped_by is not None and is_first:
-        is_saved = report.checkpoint is not None
-        raise typer.Exit(exit_code(report.stopped_by) if is_saved else STOPPED_UNSAVED)
+        if report.checkpoint is None:
+            raise typer.Exit(STOPPED_UNSAVED)
+        again: list[tuple[str, object]] = [("gpus", gpus), ("plot", plot)]
+        again += [("log", name) for name in log or ()]
+        if resume is not None:  # a new run records them
+            again += machine.items()
+        words = " --pin" * pin
+        words += "".join(f" --{name} {shell_word(given)}" for name, given in again if given)
+        where = "" if gpus or processes == 1 else f" in {processes} processes"
+        note(f"continue{where} with: arb train --resume {shell_word(report.run)}{words}")
+        raise typer.Exit(exit_code(report.stopped_by))
 
 
 def _check_shares(accum: int, processes: int, device: str | None) -> None:
@@ -381,7 +388,7 @@ def _show_windows(
     settings: dict[str, Any], init_from: Path | None, number: int, processes: int, *, as_json: bool
 ) -> None:
     """Print the first windows that a run would read, with the text that it would learn marked."""
-    with RunDisplay(quiet=False, as_json=False, advises=False) as display:
+    with RunDisplay(quiet=False, as_json=False) as display:
         display.wait("loading")
         from arbcli.training.configure import new_config  # torch takes seconds to import
         from arbcli.training.directory import open_run_texts
