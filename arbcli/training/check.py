@@ -100,10 +100,12 @@ def check_run(
         if FIELD in checkpoint.data:
             recent_steps.add(checkpoint.step)
 
-    verified = {file: _check_checkpoint(file, accept) for file in checkpoints(run)}
+    files = [*checkpoints(run), *best_checkpoints(run)]
+    verified = {file: _check_checkpoint(file, accept) for file in files}
     # a run that is training removes files
     verified = {file: finding for file, finding in verified.items() if file.exists()}
-    findings += [*verified.values(), *(_check_checkpoint(f, accept) for f in best_checkpoints(run))]
+    findings += verified.values()
+    verified = {file: verified[file] for file in verified if file.name.startswith("step-")}
     findings += _left_over(run)
     resumes_at = None
     if stops is None:

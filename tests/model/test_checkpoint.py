@@ -213,15 +213,11 @@ def test_failed_copy_keeps_the_previous_best(tmp_path, monkeypatch):
     assert best.read_bytes() == whole
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"a.octave": None}, "`a.octave` is torch.int8 [3] in the checkpoint and missing"),
-        ({"b.trits": (1,)}, "`b.trits` is missing in the checkpoint and torch.uint8 [1] in"),
-        ({"a.trits": (5, 2)}, "`a.trits` is torch.uint8 [2, 5] in the checkpoint and"),
-    ],
-    ids=["extra", "missing", "shape"],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"a.octave": None}, "`a.octave` is torch.int8 [3] in the checkpoint and missing"),
+    ({"b.trits": (1,)}, "`b.trits` is missing in the checkpoint and torch.uint8 [1] in"),
+    ({"a.trits": (5, 2)}, "`a.trits` is torch.uint8 [2, 5] in the checkpoint and"),
+], ids=["extra", "missing", "shape"])  # fmt: skip
 def test_check_layout_names_the_first_difference(changes, message):
     def build(shapes):
         dtypes = {name: torch.uint8 if "trits" in name else torch.int8 for name in shapes}

@@ -50,6 +50,7 @@ def test_checkpoint_that_a_training_run_removes_meanwhile_is_no_finding(run, mon
     listed = checkpoints(run)
     listed[-1].unlink()
     monkeypatch.setattr("arbcli.training.check.checkpoints", lambda _: listed)
+    monkeypatch.setattr("arbcli.training.check.best_checkpoints", lambda _: [run / "best-2"])
     report = check_run(run)
     assert listed[0].name in states(report)
     assert listed[-1].name not in states(report)
