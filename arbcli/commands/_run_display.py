@@ -224,7 +224,7 @@ class RunDisplay(Observer):
             note(message)
 
     def ended(self, report: "TrainReport") -> None:
-        """Remove the progress line; `finished` prints the result, after a plot is drawn."""
+        """Remove the progress line; `finished` prints the result."""
         self.wait("")
 
     def finished(self, report: "TrainReport") -> None:

@@ -223,14 +223,10 @@ def train(
                 **choices,
                 save=not no_save,
             )
-    if plot is not None and is_first and report.run is not None:
-        plots.plot_training(Path(report.run), plot)
-    if is_first:
-        display.finished(report)
-    # only the first process reports: the launcher ends all others as soon as one fails
-    if report.stopped_by is not None and is_first:
-        if report.checkpoint is None:
-            raise typer.Exit(STOPPED_UNSAVED)
+    if not is_first:  # the launcher ends all processes as soon as one fails
+        return
+    display.finished(report)
+    if report.stopped_by and report.checkpoint:
         again: list[tuple[str, object]] = [("gpus", gpus), ("plot", plot)]
         again += [("log", name) for name in log or ()]
         if resume is not None:  # a new run records them
@@ -239,7 +235,10 @@ def train(
         words += "".join(f" --{name} {shell_word(given)}" for name, given in again if given)
         where = "" if gpus or processes == 1 else f" in {processes} processes"
         note(f"continue{where} with: arb train --resume {shell_word(report.run)}{words}")
-        raise typer.Exit(exit_code(report.stopped_by))
+    if plot is not None and report.run is not None and report.steps:
+        plots.plot_training(Path(report.run), plot)
+    if report.stopped_by:
+        raise typer.Exit(exit_code(report.stopped_by) if report.checkpoint else STOPPED_UNSAVED)
 
 
 def _check_shares(accum: int, processes: int, device: str | None) -> None:

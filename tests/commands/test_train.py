@@ -127,12 +127,15 @@ def test_stopped_resume_says_how_to_continue_alike(finished_run, arb_here, monke
     monkeypatch.setattr("arbcli.training.resume.resume_run", resumed)
     for name in ("check_logger", "find_logger"):
         monkeypatch.setattr(f"arbcli.commands.train.{name}", mock.Mock())
-    words = ("--device", "cpu", "--backend", "torch", "--log", "wandb")
+    monkeypatch.setattr("arbcli.inspect.plots.require_matplotlib", mock.Mock())
+    words = ["--device", "cpu", "--backend", "torch", "--log", "wandb", "--plot", "plot.png"]
     with mock.patch.dict(os.environ, environment(0, 2, 1)):
         done = arb_here("train", "--resume", str(finished_run), *words)
-    expected = "continue in 2 processes with: arb train --resume 'a run' --log wandb --device cpu"
-    assert done.stderr.splitlines()[1] == f"{expected} --backend torch"
-    assert done.returncode == 143
+    expected = (
+        "continue in 2 processes with: arb train --resume 'a run' --plot plot.png --log wandb"
+    )
+    expected += " --device cpu --backend torch\nerror: cannot read `a run/config.json`"
+    assert done.stderr.startswith(f"stopped by SIGTERM after step 3\n{expected}")
     monkeypatch.setattr("arbcli.inspect.room.least_bytes", lambda _: 2**60)
     with pytest.raises(ArbError, match="a training step needs") as refused:
         resumed.call_args.kwargs["check"](new_config(device="cpu"))
