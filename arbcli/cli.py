@@ -28,7 +28,8 @@ from arbcli.commands.probe_loss import probe_loss
 from arbcli.commands.serve import serve
 from arbcli.commands.train import train
 from arbcli.commands.verify_kernels import verify_kernels
-from arbcli.training.parallel.launch import fail_once
+from arbcli.training.parallel.launch import fail_lost, fail_once
+from arbcli.training.parallel.process import LostProcess
 from arbcli.version import __version__
 
 UsageError: Any
@@ -109,7 +110,8 @@ def main() -> None:
         sys.exit(2)
     except ArbError as error:
         hint = error.hint and replace_fields(error.hint, error.fields)
-        fail_once(replace_fields(str(error), error.fields), hint)
+        print_error = fail_lost if isinstance(error, LostProcess) else fail_once
+        print_error(replace_fields(str(error), error.fields), hint)
         sys.exit(2)
     except Exception as error:
         path = getattr(error, "filename", None)

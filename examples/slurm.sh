@@ -25,7 +25,13 @@ export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 options=("$@" --out "$run")
-if [ -e "$run/config.json" ]; then options=(--resume "$run"); fi
+if [ -e "$run/config.json" ]; then
+    options=(--resume "$run")  # which records all options but this one
+    while [ $# -gt 0 ]; do
+        case $1 in --log) options+=("$1" "$2") ;; --log=*) options+=("$1") ;; esac
+        shift
+    done
+fi
 
 # the other tasks name a lost one, and end by themselves
 srun --kill-on-bad-exit=0 \

@@ -7,7 +7,6 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
-from arbcli.base.errors import shell_word
 from arbcli.base.output import LiveLine, OutputError, bytes_text, clock, emit_json, note, note_text
 from arbcli.config.model import VOCABULARY
 from arbcli.config.training import word_of
@@ -39,13 +38,14 @@ class RunDisplay(Observer):
         quiet: whether to hide progress.
         as_json: whether to print each record as a JSON object.
         advises: whether to suggest faster alternatives if a run on a CPU takes long.
-        gpus: number of processes of `--gpus`, which the command to continue repeats; None without.
+        is_first: whether this is the first process of a run; others print nothing.
     """
 
     def __init__(
-        self, *, quiet: bool, as_json: bool, advises: bool = False, gpus: int | None = None
+        self, *, quiet: bool, as_json: bool, advises: bool = False, is_first: bool = True
     ) -> None:
-        self.quiet, self.as_json, self.advises, self.gpus = quiet, as_json, advises, gpus
+        self.quiet, self.as_json = quiet or not is_first, as_json and is_first
+        self.advises, self.is_first = advises, is_first
         self.line = LiveLine(moves=True)
         self._step = self._first_step = 0
         """Number of steps done, and those of an earlier process."""
@@ -220,10 +220,11 @@ class RunDisplay(Observer):
             note(f"{error}; the run continues{addition}")
 
     def noted(self, message: str) -> None:
-        note(message)
+        if self.is_first:
+            note(message)
 
     def ended(self, report: "TrainReport") -> None:
-        """Remove the progress line; `finished` prints the result, after a plot is drawn."""
+        """Remove the progress line; `finished` prints the result."""
         self.wait("")
 
     def finished(self, report: "TrainReport") -> None:
@@ -233,9 +234,6 @@ class RunDisplay(Observer):
             note(f"stopped by {report.stopped_by} after step {report.steps}")
             if report.run is None:
                 note(NOT_SAVED)
-            if report.checkpoint:
-                gpus = "" if self.gpus is None else f" --gpus {self.gpus}"
-                note(f"continue with: arb train --resume {shell_word(report.run)}{gpus}")
             return
         if report.seconds:  # 0 if the run was already finished
             if not self.quiet:

@@ -10,7 +10,7 @@ import typer
 
 from arbcli.base import run_files
 from arbcli.base.environment import free_threads, is_for_cpu, may_have_gpu, set_spins
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, shell_word
 from arbcli.base.output import LiveLine, emit_json, note, write_bytes
 from arbcli.base.signals import STOPPED_UNSAVED, exit_code
 from arbcli.base.sockets import pin_to_socket
@@ -143,12 +143,13 @@ def train(
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
     settings = opt.given_options(**settings)
-    if gpus is not None and not dry_run and not print_config:
+    trains = not (dry_run or print_config or show_windows)
+    if gpus is not None and trains:
         if resume is None and config_file is None:
             chosen = gpus if _chooses_step(settings, init_from) else 1
             _check_shares(settings.get("accum", chosen), gpus, device)
         start_processes(gpus)
-    if pin and not dry_run and not print_config:
+    if pin and trains:
         _pin(device)
     if resume is None:
         settings = _new_settings(settings, config_file, init_from, out)
@@ -162,7 +163,9 @@ def train(
                 "leave `--out` out: a run is continued where it is",
             )
         if dry_run:
-            raise typer.Exit(print_check(Path(resume), settings, as_json=as_json, root=out))
+            raise typer.Exit(
+                print_check(Path(resume), settings, gpus or 1, as_json=as_json, root=out)
+            )
         latest = resume == "auto"
         run = run_files.latest_run(out or run_files.RUNS) if latest else opt.find_run(Path(resume))
         run_files.directory_of(run)  # refuses another path before torch is imported
@@ -171,7 +174,7 @@ def train(
         _show_settings(settings | machine, as_json=as_json)
         return
     if show_windows is not None:
-        _show_windows(settings | machine, init_from, show_windows, as_json=as_json)
+        _show_windows(settings | machine, init_from, show_windows, gpus or 1, as_json=as_json)
         return
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
@@ -183,9 +186,7 @@ def train(
         set_spins(yields=True)
     is_first = rank == 0  # only this process prints
     advises = minutes is None and resume is None
-    with RunDisplay(
-        quiet=quiet or not is_first, as_json=as_json and is_first, advises=advises, gpus=gpus
-    ) as display:
+    with RunDisplay(quiet=quiet, as_json=as_json, advises=advises, is_first=is_first) as display:
         display.wait("loading")
         from arbcli.inspect import plots, room  # imports torch: not needed for `arb --help`
         from arbcli.training.configure import new_config
@@ -196,15 +197,15 @@ def train(
             plots.require_matplotlib()
         loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
         observer = Observers([display, *loggers])
+        smaller = room.HINT if resume is None else "use `--recompute` or a larger machine"
+        hint = f"{smaller}, or `--force` to try it"
+        check = partial(room.check_memory, hint=hint) if not force else lambda _: None
         if resume is None and ternary:
             _leave_busy_processors(device, display)
         if resume is not None:
-            report = resume_run(
-                run, observer, device=device, backend=backend, profile=profile, **settings
-            )
+            report = resume_run(run, observer, **machine, profile=profile, check=check, **settings)
         else:
             initial = None if init_from is None else _read_initial(init_from, settings, display)
-            hint = f"{room.HINT}, or `--force` to try it"
             chooses = _chooses_step(settings, init_from)
             sums = settings.get("reduce_dtype") != "none"
             fades = settings.get("digits") == "fade"
@@ -218,18 +219,26 @@ def train(
                 minutes=minutes,
                 initial=initial,
                 profile=profile,
-                check=lambda config: None if force else room.check_memory(config, hint),
+                check=check,
                 **choices,
                 save=not no_save,
             )
-    if is_first:
-        display.finished(report)
-    if plot is not None and is_first and report.run is not None:
+    if not is_first:  # the launcher ends all processes as soon as one fails
+        return
+    display.finished(report)
+    if report.stopped_by and report.checkpoint:
+        again: list[tuple[str, object]] = [("gpus", gpus), ("plot", plot)]
+        again += [("log", name) for name in log or ()]
+        if resume is not None:  # a new run records them
+            again += machine.items()
+        words = " --pin" * pin
+        words += "".join(f" --{name} {shell_word(given)}" for name, given in again if given)
+        where = "" if gpus or processes == 1 else f" in {processes} processes"
+        note(f"continue{where} with: arb train --resume {shell_word(report.run)}{words}")
+    if plot is not None and report.run is not None and report.steps:
         plots.plot_training(Path(report.run), plot)
-    # only the first process reports: the launcher ends all others as soon as one fails
-    if report.stopped_by is not None and is_first:
-        is_saved = report.checkpoint is not None
-        raise typer.Exit(exit_code(report.stopped_by) if is_saved else STOPPED_UNSAVED)
+    if report.stopped_by:
+        raise typer.Exit(exit_code(report.stopped_by) if report.checkpoint else STOPPED_UNSAVED)
 
 
 def _check_shares(accum: int, processes: int, device: str | None) -> None:
@@ -375,10 +384,10 @@ def _show_settings(settings: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _show_windows(
-    settings: dict[str, Any], init_from: Path | None, number: int, *, as_json: bool
+    settings: dict[str, Any], init_from: Path | None, number: int, processes: int, *, as_json: bool
 ) -> None:
     """Print the first windows that a run would read, with the text that it would learn marked."""
-    with RunDisplay(quiet=False, as_json=False, advises=False) as display:
+    with RunDisplay(quiet=False, as_json=False) as display:
         display.wait("loading")
         from arbcli.training.configure import new_config  # torch takes seconds to import
         from arbcli.training.directory import open_run_texts
@@ -389,7 +398,7 @@ def _show_windows(
         config = new_config(**settings)
         texts = open_run_texts(config)
         if _chooses_step(settings, init_from):
-            config = replace(config, **_choose_step(display, config, texts))
+            config = replace(config, **_choose_step(display, config, texts, processes))
         windows = list(first_windows(config, texts, number))
     for index, window in enumerate(windows, 1):
         if as_json:

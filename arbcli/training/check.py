@@ -18,7 +18,7 @@ from arbcli.training.record import METRICS, held_out_losses, read_all_records, s
 from arbcli.training.saving import surplus
 from arbcli.training.schedule import Patience, is_evaluated
 from arbcli.training.teacher import teacher_again
-from arbcli.training.trainer import text_digest
+from arbcli.training.trainer import check_shares, text_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,15 @@ class CheckReport:
     """Whether no file is damaged or refused."""
 
 
-def check_run(path: Path, steps: int | None = None, **changes: Any) -> CheckReport:
+def check_run(
+    path: Path, steps: int | None = None, *, processes: int = 1, **changes: Any
+) -> CheckReport:
     """Verify the contents of all files of a run, and predict the effect of a resume.
 
     Args:
         path: a run directory, or the checkpoint from which to resume.
         steps: number of steps that the resume would set; None keeps the run's own.
+        processes: number of processes of the resume.
         changes: other settings that it would change: see `resume_run`.
 
     Raises:
@@ -97,10 +100,12 @@ def check_run(path: Path, steps: int | None = None, **changes: Any) -> CheckRepo
         if FIELD in checkpoint.data:
             recent_steps.add(checkpoint.step)
 
-    verified = {file: _check_checkpoint(file, accept) for file in checkpoints(run)}
+    files = [*checkpoints(run), *best_checkpoints(run)]
+    verified = {file: _check_checkpoint(file, accept) for file in files}
     # a run that is training removes files
     verified = {file: finding for file, finding in verified.items() if file.exists()}
-    findings += [*verified.values(), *(_check_checkpoint(f, accept) for f in best_checkpoints(run))]
+    findings += verified.values()
+    verified = {file: verified[file] for file in verified if file.name.startswith("step-")}
     findings += _left_over(run)
     resumes_at = None
     if stops is None:
@@ -109,6 +114,8 @@ def check_run(path: Path, steps: int | None = None, **changes: Any) -> CheckRepo
             resumes_at, stops = 0, _refusal(resume.initial_again, facts)
     total = config.steps if config else None
     extends = config is not None and steps not in (None, total)
+    if config is not None and stops is None:
+        stops = _refusal(check_shares, config, processes)
     if extends and stops is None:
         stops = _refusal(resume.check_steps, run, resumes_at, steps)
     resumes_at = None if stops else resumes_at

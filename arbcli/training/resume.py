@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -79,6 +79,7 @@ def resume_run(
     backend: str | None = None,
     steps: int | None = None,
     profile: int | None = None,
+    check: Callable[[TrainConfig], None] = lambda _: None,
     **changes: Any,
 ) -> TrainReport:
     """Resume a run from its newest intact checkpoint, or from a given checkpoint.
@@ -91,6 +92,7 @@ def resume_run(
         backend: kernel backend; None is that of the run.
         steps: new total number of steps, which also changes the schedule.
         profile: number of steps to trace with torch's profiler: see `start_run`.
+        check: may raise to refuse the run, before any of its checkpoints is read.
         changes: new values of others of `CHANGEABLE`, on which no weight depends; they are
             recorded.
 
@@ -110,21 +112,12 @@ def resume_run(
     backend = devices.resolve_backend(backend or (None if device else config.backend), torch_device)
     devices.check_compute(config.compute, torch_device)
     config = dataclasses.replace(config, device=str(torch_device), backend=backend, **changes)
-    note_emulation(config, observer)
-    threads = facts.get("threads", now := torch.get_num_threads())
-    if threads > THREADS_OF_A_CPU * (os.cpu_count() or 1):
-        observer.noted(
-            f"the run began with {threads:,} threads, too many for this machine: computing with"
-            f" {now}, with different rounding"
-        )
-        threads = now
-    elif threads != now and torch_device.type == "cpu":
-        observer.noted(
-            f"computing with {threads} threads like before, as {now} would round differently"
-        )
     with joined(torch_device, "train --resume") as group:
         observer = observer if group.first else Observer()
         check_shares(config, group.size)
+        note_emulation(config, observer)
+        threads = _threads(facts, torch_device, observer)
+        check(config)  # before a checkpoint takes memory
         with locked(run, group), devices.deterministic(), devices.cpu_threads(threads):
             group.compare({"steps": steps or config.steps}, "setting")
             accept = accept_of(run, facts, config)
@@ -181,6 +174,21 @@ def resume_run(
             )
             resumed = Resumed(saved, seconds, records)
             return run_loop(trainer, run, facts, observer, profile, resumed)
+
+
+def _threads(facts: dict[str, Any], device: torch.device, observer: Observer) -> int:
+    """Return the number of threads to compute with: on a CPU, that of the run, if possible."""
+    now = torch.get_num_threads()
+    threads = facts.get("threads", now) if device.type == "cpu" else now
+    if threads > THREADS_OF_A_CPU * (os.cpu_count() or 1):
+        observer.noted(
+            f"the run began with {threads:,} threads, too many for this machine: computing with"
+            f" {now}, with different rounding"
+        )
+        return now
+    if threads != now:
+        observer.noted(f"threads: {threads} as before, as {now} would round differently")
+    return threads
 
 
 def _finished_report(

@@ -143,6 +143,9 @@ def _shown_by_train(*, quiet: bool = False) -> str:
         mock.patch.object(_run_display, "Timer"),
         mock.patch.object(_run_display.time, "perf_counter", side_effect=lambda: clock[0]),
     ):
+        _run_display.RunDisplay(quiet=quiet, as_json=True, is_first=False).noted(
+            "of another process"
+        )
         display = _run_display.RunDisplay(quiet=quiet, as_json=False, advises=True)
         display.line = SimpleNamespace(
             show=line, show_wait=line, follow=lambda make: None, is_live=False

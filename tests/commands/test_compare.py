@@ -1,6 +1,7 @@
 """Runs that differ only in their seed are one row; settings that differ are named."""
 
 import json
+from functools import partial
 
 import pytest
 from made_runs import make_run, record
@@ -74,11 +75,9 @@ def test_settings_that_differ_are_named_without_nesting(changes, differing, tmp_
 
 
 def test_seed_that_splits_the_files_is_no_other_text(tmp_path):
-    runs = [
-        make_run(tmp_path / str(seed), [record(1, 2.0)], seed=seed,
-                 text={"digest": str(seed) * 128, "split": "files"})
-        for seed in (1, 2)
-    ]  # fmt: skip
+    texts = [{"digest": number * 128, "split": "files"} for number in "12"]
+    make = partial(make_run, records=[record(1, 2.0)])
+    runs = [make(tmp_path / f"{n}", seed=n, text=text) for n, text in enumerate(texts)]
     assert len(compare_runs(runs).groups) == 1
 
 

@@ -12,11 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
+from processes import environment
 
 from arbcli.base.errors import ArbError
 from arbcli.cli import app
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.training import run as running
+from arbcli.training.configure import new_config
 
 SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
 SMALL += ["--batch", "4", "--steps", "12", "--device", "cpu"]
@@ -88,13 +90,8 @@ def test_page_that_cannot_be_written_is_a_failure(command, error, told, arb_here
 
 
 def test_streams_that_are_closed_are_opened_before_a_file_gets_their_place():
-    code = (
-        "import os\n"
-        "from arbcli.base.output import note, open_closed_streams\n"
-        "open_closed_streams()\n"
-        "note('dropped')\n"
-        "assert os.open(os.devnull, os.O_RDONLY) > 2\n"
-    )
+    code = "import os; from arbcli.base.output import note, open_closed_streams\n"
+    code += "open_closed_streams(); note('x'); assert os.open(os.devnull, os.O_RDONLY) > 2"
     command = ["sh", "-c", 'exec "$0" "$@" >&- 2>&-', sys.executable, "-c", code]
     assert subprocess.run(command, check=False).returncode == 0
 
@@ -122,6 +119,27 @@ def test_train_explains_a_mistake_in_two_lines(name, text, tmp_path, arb_error, 
     monkeypatch.chdir(tmp_path)
     assert message in arb_error("train", "--data", text, *args)
     assert list(tmp_path.iterdir()) == [Path(text)]
+
+
+def test_stopped_resume_says_how_to_continue_alike(finished_run, arb_here, monkeypatch):
+    report = mock.Mock(run="a run", steps=3, stopped_by="SIGTERM")
+    resumed = mock.Mock(return_value=report)
+    monkeypatch.setattr("arbcli.training.resume.resume_run", resumed)
+    for name in ("check_logger", "find_logger"):
+        monkeypatch.setattr(f"arbcli.commands.train.{name}", mock.Mock())
+    monkeypatch.setattr("arbcli.inspect.plots.require_matplotlib", mock.Mock())
+    words = ["--device", "cpu", "--backend", "torch", "--log", "wandb", "--plot", "plot.png"]
+    with mock.patch.dict(os.environ, environment(0, 2, 1)):
+        done = arb_here("train", "--resume", str(finished_run), *words)
+    expected = (
+        "continue in 2 processes with: arb train --resume 'a run' --plot plot.png --log wandb"
+    )
+    expected += " --device cpu --backend torch\nerror: cannot read `a run/config.json`"
+    assert done.stderr.startswith(f"stopped by SIGTERM after step 3\n{expected}")
+    monkeypatch.setattr("arbcli.inspect.room.least_bytes", lambda _: 2**60)
+    with pytest.raises(ArbError, match="a training step needs") as refused:
+        resumed.call_args.kwargs["check"](new_config(device="cpu"))
+    assert refused.value.hint == "use `--recompute` or a larger machine, or `--force` to try it"
 
 
 def test_train_of_a_model_beyond_memory_starts_by_force_only(arb_here, monkeypatch):

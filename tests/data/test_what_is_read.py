@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from altered import WRITTEN, altered
-from made_runs import TINY
+from made_runs import TINY, observer_with
 
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import check_schema, open_regular, parse_json, read_json, read_small
@@ -119,9 +119,7 @@ def test_threads_that_no_machine_has_are_not_believed(own_run):
     path = own_run / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"threads": 10**6}))
     notes: list[str] = []
-    observer = Observer()
-    observer.noted = notes.append
-    resume_run(own_run, observer, steps=5)
+    resume_run(own_run, observer_with(noted=notes.append), steps=5)
     assert any("began with 1,000,000 threads, too many for this machine" in n for n in notes)
     assert (own_run / "step-000005.safetensors").exists()
 

@@ -50,6 +50,7 @@ def test_checkpoint_that_a_training_run_removes_meanwhile_is_no_finding(run, mon
     listed = checkpoints(run)
     listed[-1].unlink()
     monkeypatch.setattr("arbcli.training.check.checkpoints", lambda _: listed)
+    monkeypatch.setattr("arbcli.training.check.best_checkpoints", lambda _: [run / "best-2"])
     report = check_run(run)
     assert listed[0].name in states(report)
     assert listed[-1].name not in states(report)
@@ -159,6 +160,8 @@ def test_command_reports_it_and_so_does_a_dry_run(run, arb_here, arb_done, arb_j
     assert arb_json("train", "--resume", str(run), "--dry-run")["resumes_at"] == 3
     dry_run_of = ["train", "--resume", str(run / "step-000002.safetensors"), "--dry-run", "--steps"]
     longer, shorter = (arb_here(*dry_run_of, steps) for steps in "92")
+    shared = arb_here(*dry_run_of, "9", "--gpus", "2").stdout
+    assert "would not start: 1 micro-batches cannot be divided evenly" in shared
     assert "sets aside at once: step-000003.safetensors" in longer.stdout
     assert shorter.returncode == 1
     assert "would not start: the run has done 2 steps" in shorter.stdout

@@ -169,11 +169,8 @@ def test_saved_weights_of_all_digits_fade_from_the_first_step_unless_it_is_said(
 def test_weights_of_another_model_or_alone_are_refused(text, tmp_path):
     start_run(new_config(**SMALL, data=[text], steps=1), tmp_path / "a", Observer())
     initial = read_saved(tmp_path / "a", pytest.fail)
-    changes = (
-        ("ffn", 32, "width"),
-        ("sub_norms", False, "sub_norm"),
-        ("digits", "all", "digits=all"),
-    )
+    changes = [("ffn", 32, "width"), ("sub_norms", False, "sub_norm")]
+    changes += [("digits", "all", "digits=all")]
     for name, value, said in changes:
         other = new_config(**SMALL | {name: value}, data=[text], steps=1)
         with pytest.raises(ArbError, match=f"`{said}`"):

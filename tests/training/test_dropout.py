@@ -91,16 +91,10 @@ def test_each_dropout_changes_training_by_itself_and_not_evaluation(name, texts)
     assert plain.evaluate(2) == dropping.evaluate(2)
 
 
-@pytest.mark.parametrize(
-    "mixer",
-    [
-        AttentionConfig(heads=2, kv_heads=1, window=4, query_key_norm="none"),
-        AttentionConfig(heads=2, sink=True),
-        LatentAttentionConfig(heads=2, latent=16, rotary=8),
-        None,
-    ],
-    ids=["window", "sink", "latent", "none"],
-)
+@pytest.mark.parametrize("mixer", [
+    AttentionConfig(heads=2, kv_heads=1, window=4, query_key_norm="none"),
+    AttentionConfig(heads=2, sink=True), LatentAttentionConfig(heads=2, latent=16, rotary=8), None,
+], ids=["window", "sink", "latent", "none"])  # fmt: skip
 def test_attention_of_every_kind_is_dropped_and_none_is_refused(mixer, texts):
     config = new_config(**SHAPE | ABOUT | {"dropout": 0.0})
     (stage,) = config.model.stages
@@ -147,14 +141,10 @@ ON_GPU = {"device": "cuda", "compute": "bf16", "steps": 8}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accum": 2} | ALL_DROPPED,
-        {"weights": "float", "optimizer": "muon", "lr": 1e-3} | ALL_DROPPED,
-    ],
-    ids=["packed", "float"],
-)
+@pytest.mark.parametrize("options", [
+    {"accum": 2} | ALL_DROPPED,
+    {"weights": "float", "optimizer": "muon", "lr": 1e-3} | ALL_DROPPED,
+], ids=["packed", "float"])  # fmt: skip
 def test_captured_steps_have_the_masks_of_eager_steps(options, texts):
     runs = []
     for capture in (False, True):

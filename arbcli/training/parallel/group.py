@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.training.parallel.process import SAME_PROGRAM, called, explained_loss, this_process
+from arbcli.training.parallel.process import (
+    SAME_PROGRAM,
+    called,
+    check_alone,
+    explained_loss,
+    this_process,
+)
 
 CPU = torch.device("cpu")
 
@@ -274,6 +280,7 @@ def joined(device: torch.device, command: str) -> Iterator[Group]:
     """
     process = this_process()
     if process.size == 1:
+        check_alone()
         yield Group(device=device)
         return
     from arbcli.training.parallel.rendezvous import abort, connect

@@ -23,6 +23,8 @@ from arbcli.training.parallel.process import STORE
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable of `torchrun`: a file in a folder of the process, in a private one of the attempt."""
 POLL_SECONDS = 0.05
+SAY_SECONDS = 1
+"""Time for a process that fails to print its error, from which those of the others follow."""
 ASK_SECONDS, KILL_SECONDS = 2, 25
 """Seconds after a failure until other processes get SIGTERM, and until they are killed."""
 PR_SET_PDEATHSIG = 1
@@ -73,6 +75,20 @@ def fail_once(message: str, hint: str | None = None) -> None:
     """Print an error, unless another process of this machine has printed it."""
     if not _is_said(message):
         fail(message, hint)
+
+
+def fail_lost(message: str, hint: str | None) -> None:
+    """Print the error about a lost process, unless another one of the launcher prints its own."""
+    if STORE not in os.environ:
+        fail_once(message, hint)
+        return
+    folder, until = Path(os.environ[STORE]).parent, time.monotonic() + SAY_SECONDS
+    while not any(folder.glob("?" * 2 * sha256().digest_size)):
+        if time.monotonic() > until:
+            if not _is_said("lost"):
+                fail(message, hint)
+            return
+        time.sleep(POLL_SECONDS)
 
 
 def _is_said(message: str) -> bool:

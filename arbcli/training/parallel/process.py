@@ -8,7 +8,7 @@ from threading import Thread
 from typing import NamedTuple, TypeVar
 
 from arbcli.base.environment import number_in
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, quoted
 
 STORE = "ARB_STORE"
 """Environment variable with the path of the rendezvous file of `launch`."""
@@ -54,6 +54,21 @@ def this_process(environment: Mapping[str, str] = os.environ) -> ProcessRank:
     one_machine = environment.get("LOCAL_WORLD_SIZE") == str(size)
     one_machine |= environment.get("MASTER_ADDR") in LOCAL_HOSTS
     return ProcessRank(rank, size, local_rank, one_machine)
+
+
+def check_alone(environment: Mapping[str, str] = os.environ) -> None:
+    """Check that a process that trains alone is not one of several of another launcher.
+
+    Raises:
+        ArbError: its rank is set, but not all other variables.
+    """
+    missing = [name for name in (*RANKS, *MASTER) if name not in environment]
+    size = environment.get("WORLD_SIZE", "1")
+    if missing and size != "1" and "RANK" in environment:
+        raise ArbError(
+            f"`WORLD_SIZE` is {size}, without {quoted(missing)}",
+            "set all variables of `torchrun`, or unset `RANK` to train in one process",
+        )
 
 
 def called(rank: int, hosts: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from processes import wait_until
 from arbcli.base.errors import ArbError
 from arbcli.base.signals import Interrupted
 from arbcli.training.parallel import launch as launching
+from arbcli.training.parallel.group import CPU, joined
 from arbcli.training.parallel.launch import Failure, launch
 from arbcli.training.parallel.process import STORE, ProcessRank, this_process
 
@@ -58,6 +59,17 @@ def test_processes_get_their_places_and_a_private_folder(tmp_path, monkeypatch):
 def test_place_that_is_not_a_number_is_refused(name, text):
     with pytest.raises(ArbError, match=f"the environment variable `{name}` is `{text}`"):
         this_process(TORCHRUN | {name: text})
+
+
+@pytest.mark.parametrize("name", [name for name in TORCHRUN if name not in ("RANK", "WORLD_SIZE")])
+def test_process_of_several_without_its_place_does_not_train_alone(name, monkeypatch):
+    for other in TORCHRUN.keys() - {name}:
+        monkeypatch.setenv(other, TORCHRUN[other])
+    with (
+        pytest.raises(ArbError, match=f"`WORLD_SIZE` is 4, without `{name}`"),
+        joined(CPU, "train"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -101,14 +101,9 @@ def refusal(rank, run, config):
 def chosen_step(rank, config):
     """Return what a process trains with, each of which would choose another step."""
     trains = mock.patch.object(runs, "Trainer", side_effect=ArbError("it trains"))
+    choose = lambda config, texts, size: {"batch": 3 + rank, "accum": 4 * size}  # noqa: E731
     with trains as trainer, pytest.raises(ArbError, match="it trains"):
-        start_run(
-            config,
-            None,
-            Observer(),
-            choose=lambda config, texts, size: {"batch": 3 + rank, "accum": 4 * size},
-            save=False,
-        )
+        start_run(config, None, Observer(), choose=choose, save=False)
     chosen = trainer.call_args.args[0]
     return chosen.batch, chosen.accum
 
