@@ -1,8 +1,8 @@
 """Verification of `arbcli.kernels.codec.decode_digits`."""
 
 import math
-from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from collections.abc import Callable
+from functools import wraps
 from typing import ParamSpec
 
 import torch
@@ -41,20 +41,6 @@ def decode_digits_reference(packed: Packed) -> Tensor:
     """Decode in float64, with scales and weights rounded to bf16."""
     scale = scales_reference(packed).to(torch.bfloat16).double()
     return (digits_reference(packed) * scale).to(torch.bfloat16)
-
-
-def add_remainders(packed: Packed, generator: torch.Generator) -> Iterator[tuple[str, Packed]]:
-    """Add remainders of any int8 value to a packed matrix, whose weights are then all digits.
-
-    Yields:
-        A label and the matrix: with remainders of eight bits, then of four.
-    """
-    shape = (packed.out_features, packed.in_features)
-    draw = partial(torch.randint, generator=generator, device=generator.device, dtype=torch.int8)
-    for radix, bits in ((64, 8), (14, 4)):
-        low = draw(-128, 128, shape).to(packed.trits.device)
-        digits = packed._replace(remainder=low, radix=radix, nibble=bits == 4)
-        yield f"all digits of {bits} bits", digits
 
 
 def fix_float32(run: Callable[P, Tensor]) -> Callable[P, Tensor]:
