@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime.arguments import Arguments, Array, Matrix, Number, evaluate, names_in
+from arbcli.kernels.runtime.arguments import Arguments, Matrix, Number, evaluate, names_in
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.verify.case_generator import CaseGenerator, Sizes, draw_argument
 
@@ -243,14 +243,6 @@ class Verification:
         """Places of inputs that may be bfloat16."""
         kinds = enumerate(self.arguments.values())
         return tuple(i for i, kind in kinds if torch.bfloat16 in getattr(kind, "dtypes", ()))
-
-    @property
-    def dense(self) -> tuple[int, ...]:
-        """Places of tensors whose elements must lie one after the other."""
-        return tuple(
-            place for place, kind in enumerate(self.arguments.values())
-            if isinstance(kind, Array) and (kind.dense or kind.one)
-        )  # fmt: skip
 
     def _sized(self) -> Iterator[str]:
         for kind in self.arguments.values():
