@@ -406,9 +406,8 @@ ALIGNED = "keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0"
 
 attend_parts = Operation(
     "attend_parts", _attend_parts_triton, _attend_parts_torch,
-    "qkv: bfloat16[3, H, D] dense; keys: bfloat16[H, W, D] dense; values: bfloat16[H, W, D] dense; "
-    "position: int32[]; cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; eps; "
-    "max_parts",
+    "qkv: bfloat16[3, H, D] dense; keys, values: bfloat16[H, W, D] dense; position: int32[]; "
+    "cos, sin: float32[P, D // 2] dense; eps; max_parts",
     where=(
         f"D in {WIDTHS}", "W > 0", ALIGNED,
     ),

@@ -421,16 +421,14 @@ _WHERE = ("len(T) < 2", "D % 2 == 0", "W > 0", "W * D < 2**31")
 
 DECODE_ATTENTION = Operation(
     "decode_attention", _decode_attention_triton, _decode_attention_torch,
-    "qkv: real[*T, 3, H, D] dense; keys: real[*T, H, W, D] dense; values: real[*T, H, W, D] dense; "
-    "position: int32[*T] dense; cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; "
-    "semaphores: int32[*T, H] dense; eps; one_program",
+    "qkv: real[*T, 3, H, D] dense; keys, values: real[*T, H, W, D] dense; position: int32[*T] "
+    "dense; cos, sin: float32[P, D // 2] dense; semaphores: int32[*T, H] dense; eps; one_program",
     native=_decode_attention_native, where=_WHERE,
 )  # fmt: skip
 DECODE_ATTENTION_8BIT = Operation(
     "decode_attention_8bit", _decode_attention_triton, _decode_attention_torch,
-    "qkv: real[*T, 3, H, D] dense; keys: float8_e4m3fn|int8[*T, H, W, D] dense; "
-    "values: float8_e4m3fn|int8[*T, H, W, D] dense; position: int32[*T] dense; "
-    "cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; semaphores: int32[*T, H] dense; "
-    "eps; one_program; exponents: int8[*T, 2, H, W] dense",
+    "qkv: real[*T, 3, H, D] dense; keys, values: float8_e4m3fn|int8[*T, H, W, D] dense; "
+    "position: int32[*T] dense; cos, sin: float32[P, D // 2] dense; "
+    "semaphores: int32[*T, H] dense; eps; one_program; exponents: int8[*T, 2, H, W] dense",
     where=(*_WHERE, "keys.dtype == values.dtype"),
 )  # fmt: skip

@@ -103,7 +103,7 @@ def _gained_rms_norm_backward_triton(
 
 gained_rms_norm_backward = Operation(
     "gained_rms_norm_backward", _gained_rms_norm_backward_triton, _gained_rms_norm_backward_torch,
-    "grad_y: real[*B, D]; x: real[*B, D]; weight: float32[D] dense; eps; other_grad: real[*B, D]?",
+    "grad_y, x: real[*B, D]; weight: float32[D] dense; eps; other_grad: real[*B, D]?",
     native=_gained_rms_norm_backward_native,
 )  # fmt: skip
 """Compute the gradients of `rms_norm` with gains, and recompute its result.

@@ -341,7 +341,7 @@ Returns:
 """
 add_rms_norm = Operation(
     "add_rms_norm", _add_rms_norm_triton, normalise_sum(_rms_norm_torch),
-    "x: real[*B, D]; added: real[*B, D]; weight: float32[D]? dense; eps",
+    "x, added: real[*B, D]; weight: float32[D]? dense; eps",
     native=normalise_sum(rms_norm_native),
 )  # fmt: skip
 """Compute `rms_norm` of x + added.
@@ -353,7 +353,7 @@ Returns:
 """
 rms_norm_backward = Operation(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
-    "grad_y: real[*B, D]; x: real[*B, D]; weight: float32[D]? dense; eps; other_grad: real[*B, D]?",
+    "grad_y, x: real[*B, D]; weight: float32[D]? dense; eps; other_grad: real[*B, D]?",
     native=rms_norm_backward_native,
 )  # fmt: skip
 """Compute the gradient of x in `rms_norm`, and recompute its result.

@@ -97,7 +97,7 @@ _WHERE = (f"0 < V <= {MOST_SYMBOLS}",)
 
 add_symbols_ = Operation(
     "add_symbols", _add_symbols_triton, _add_symbols_torch,
-    "total: float32[M] dense; target_sums: float32[M] dense; logits: real[M, V]; targets: int64[M]",
+    "total, target_sums: float32[M] dense; logits: real[M, V]; targets: int64[M]",
     where=_WHERE,
 )  # fmt: skip
 """Update the log-sum-exp of rows with a chunk of symbols, in place.
@@ -110,7 +110,7 @@ Args:
 """
 grade_symbols_ = Operation(
     "grade_symbols", _grade_symbols_triton, _grade_symbols_torch,
-    "logits: real[M, V]; targets: int64[M]; total: float32[M] dense; scale: float32[M] dense",
+    "logits: real[M, V]; targets: int64[M]; total, scale: float32[M] dense",
     where=_WHERE,
 )  # fmt: skip
 """Replace the logits of a chunk by the gradient of the scaled losses, in place.

@@ -75,7 +75,7 @@ def _add_slopes_triton(
 
 add_slopes = Operation(
     "add_slopes", _add_slopes_triton, _add_slopes_torch,
-    "total: int16[N, G]; slope: float32[N, G]; slope_gain: float32[]; weight: int32[]; ok: int32[]",
+    "total: int16[N, G]; slope: float32[N, G]; slope_gain: float32[]; weight, ok: int32[]",
 )  # fmt: skip
 """Add slopes to a total, in place.
 

@@ -89,8 +89,8 @@ def _average_weights_triton(
 
 average_weights = Operation(
     "average_weights", _average_weights_triton, _average_weights_torch,
-    "packed: uint8[N, row_bytes(K)]; remainder: int8[N, K]; average: int8[N, K]; key: int32[]; "
-    "turn: int32[]; rate: int32[]; radix; shift; nibble",
+    "packed: uint8[N, row_bytes(K)]; remainder, average: int8[N, K]; key, turn, rate: int32[]; "
+    "radix; shift; nibble",
 )  # fmt: skip
 """Move the average of weights towards them, in place.
 

@@ -100,8 +100,8 @@ def _step_scales_triton(
 
 step_scales = Operation(
     "step_scales", _step_scales_triton, _step_scales_torch,
-    "exponent: int8[N, G]; fraction: int8[N, G]; slope: int16|float32[N, G]; "
-    "slope_gain: float32[]; key: int32[]; gain: int32[]; shift: int32[]; ok: int32[]",
+    "exponent, fraction: int8[N, G]; slope: int16|float32[N, G]; slope_gain: float32[]; "
+    "key, gain, shift, ok: int32[]",
     native=_step_scales_native,
 )  # fmt: skip
 """Step the scales of a matrix in place.

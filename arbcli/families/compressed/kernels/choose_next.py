@@ -154,9 +154,9 @@ def _choose_next_triton(
 
 choose_next_ = Operation(
     "choose_next", _choose_next_triton, _choose_next_torch,
-    "query: real[*T, Q] dense; key: real[*T, D] dense; keys: float32|bfloat16|float8_e4m3fn[*T, E, "
-    "D] dense; choice: int32[*T, K] dense; position: int32[*T] dense; cos: float32[P, D // 2] "
-    "dense; sin: float32[P, D // 2] dense; m; max_entries; eps",
+    "query: real[*T, Q] dense; key: real[*T, D] dense; "
+    "keys: float32|bfloat16|float8_e4m3fn[*T, E, D] dense; choice: int32[*T, K] dense; "
+    "position: int32[*T] dense; cos, sin: float32[P, D // 2] dense; m; max_entries; eps",
     where=(
         "len(T) < 2", "E > 0", "D % 2 == 0", "Q % (D + 1) == 0",
         "keys.dtype in (query.dtype, torch.float8_e4m3fn)",

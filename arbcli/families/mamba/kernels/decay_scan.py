@@ -111,7 +111,7 @@ def _decay_scan_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool
 
 decay_scan = Operation(
     "decay_scan", _decay_scan_triton, _decay_scan_torch,
-    "q: real[B, T, H, N]; k: real[B, T, H, N]; v: real[B, T, H, P]; g: float32[B, T, H]; reverse",
+    "q, k: real[B, T, H, N]; v: real[B, T, H, P]; g: float32[B, T, H]; reverse",
 )  # fmt: skip
 """Compute linear attention with decay.
 

@@ -104,7 +104,7 @@ def _cast_trit_votes_triton(
 cast_trit_votes = Operation(
     "cast_trit_votes", _cast_trit_votes_triton, _cast_trit_votes_torch,
     "packed: uint8[N, row_bytes(K)]; votes: int8[N, K]; grad: float32|bfloat16|int8[N, K]; "
-    "ok: int32[]; threshold: int32[]; held: bool[N, K]?",
+    "ok, threshold: int32[]; held: bool[N, K]?",
 )  # fmt: skip
 """Add votes to every trit of a matrix, and move those whose votes reach a threshold, in place.
 
