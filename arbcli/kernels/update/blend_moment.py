@@ -153,8 +153,9 @@ def _blend_moment_triton(
 
 blend_moment = Operation(
     "blend_moment", _blend_moment_triton, _blend_moment_torch,
-    "moment: int8[N, K]; values: real[N, K]; row_gain: float32[N]?; column_gain: float32[K]? dense; "
-    "key, ok: int32[]; squares: int64[]; decay; gain, shift: int32[]; nibble; turn: int32[]?",
+    "moment: int8[N, K]; values: real[N, K]; row_gain: float32[N]?; "
+    "column_gain: float32[K]? dense; key, ok: int32[]; squares: int64[]; decay; "
+    "gain, shift: int32[]; nibble; turn: int32[]?",
     native=_blend_moment_native, where=(GAINS_BELONG, f"0 <= decay <= {1 << 16}"),
 )  # fmt: skip
 """Blend a direction into the moment, in place.
