@@ -2,7 +2,7 @@
 
 Random cases, and tests of refused arguments and of layouts, are derived from the arguments that an
 operation declares. Cases of special values, and draws of arguments that depend on one another, are
-declared here.
+declared here. The `CaseGenerator` that draws take is imported from here, too.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from arbcli.kernels.runtime.arguments import Arguments, Matrix, Number, evaluate, names_in
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.verify.case_generator import CaseGenerator, Sizes, draw_argument
+from arbcli.verify.case_generator import CaseGenerator as CaseGenerator
+from arbcli.verify.case_generator import Sizes, draw_argument
 
 MOST_DRAWS = 100
 """Maximum number of draws per random case until one is valid."""

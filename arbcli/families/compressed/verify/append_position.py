@@ -6,13 +6,12 @@ from torch import Tensor
 from arbcli.families.compressed.kernels import append_position
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.kernels.runtime.texts import text_by_text
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.eight_bits import (
     decode_entries_reference,
     round_entries_reference,
 )
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 @text_by_text(5, *append_position.SHARED)

@@ -9,10 +9,9 @@ from arbcli.kernels.attention.eight_bits import quantise_entries
 from arbcli.kernels.runtime.arguments import normals
 from arbcli.kernels.runtime.texts import text_by_text
 from arbcli.model.parts.cached import FORMATS
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.eight_bits import decode_entries_reference
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 @text_by_text(5, *SHARED)

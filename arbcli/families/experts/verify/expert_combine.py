@@ -8,8 +8,7 @@ from arbcli.families.experts.kernels.expert_combine import (
     expert_combine,
     expert_combine_backward,
 )
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def expert_combine_reference(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.families.experts.kernels.grouped_matmul import grouped_grad_w, grouped_matmul
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def grouped_matmul_reference(

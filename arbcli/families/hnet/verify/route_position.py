@@ -5,8 +5,7 @@ from torch import Tensor
 
 from arbcli.families.hnet.kernels.route_position import ROUTERS, route_position_, take_chunk_
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification, filled
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, filled
 
 
 @text_by_text(7)

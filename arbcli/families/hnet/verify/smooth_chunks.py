@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks, smooth_chunks_backward
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification, gradients_of
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, gradients_of
 
 
 def smooth_chunks_reference(z: Tensor, p: Tensor) -> Tensor:

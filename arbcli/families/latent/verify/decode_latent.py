@@ -5,9 +5,8 @@ from torch import Tensor
 
 from arbcli.families.latent.kernels.decode_latent import SHARED, decode_latent
 from arbcli.kernels.runtime.texts import text_by_text
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 @text_by_text(5, *SHARED)

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from arbcli.families.mamba.kernels.mamba_step import SHARED, mamba_step
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 @text_by_text(7, *SHARED)

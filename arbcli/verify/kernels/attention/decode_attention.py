@@ -11,13 +11,12 @@ from arbcli.kernels.attention import decode_attention
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.kernels.runtime.texts import text_by_text
 from arbcli.model.parts.cached import FORMATS
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.eight_bits import (
     decode_entries_reference,
     round_entries_reference,
 )
 from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 @text_by_text(3, *decode_attention.SHARED)

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.rotary_heads import no_gains, rotary_heads, rotary_heads_backward
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def rotary_heads_reference(

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,10 +12,9 @@ from arbcli.kernels.norm.gated_rms_norm import (
     packed_gates_backward,
 )
 from arbcli.kernels.norm.pack_gates import pack_gates_torch, unpack_gates
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.norm import rms_norm
 from arbcli.verify.kernels.norm.pack_gates import unpack_gates_reference
-from arbcli.verify.verification import Gate, Verification, same_inputs
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, same_inputs
 
 
 def gated_rms_norm_reference(gate_up: Tensor, eps: float | None) -> Tensor:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.output.symbol_losses import MOST_SYMBOLS, add_symbols_, grade_symbols_
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification, filled
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, filled
 
 
 def add_symbols_reference(

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.update import newton_schulz
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification, nothing, same_inputs
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, nothing, same_inputs
 
 
 def gram_reference(x: Tensor) -> Tensor:
