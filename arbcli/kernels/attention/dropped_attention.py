@@ -25,8 +25,7 @@ from arbcli.kernels.attention.causal_attention_backward import (
 )
 from arbcli.kernels.attention.rotary_norm import dense_heads
 from arbcli.kernels.rows.dropout import dropout, mask_constants
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def _mask_of(q: Tensor, key: Tensor, rate: float) -> Tensor:

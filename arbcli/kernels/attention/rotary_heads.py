@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from arbcli.kernels.attention import rotary_norm as rotary
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 TILES = 4
 """Tiles of rows per program when gradients of gains are summed."""

@@ -20,8 +20,7 @@ from arbcli.kernels.norm.rms_norm import (
     store_rows,
     tiling,
 )
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 LEAST_TILES = 4
 """Minimum number of row tiles per program."""

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 FEW_ROWS = 8
 """Number of rows, as in generation, up to which more threads share a row."""

@@ -10,8 +10,7 @@ Source: E. J. Gumbel, "Statistical Theory of Extreme Values and Some Practical A
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.update.random_bits import random_bits, random_words
 

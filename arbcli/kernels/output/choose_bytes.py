@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from arbcli.kernels.output import choose_byte
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 

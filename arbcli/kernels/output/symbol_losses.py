@@ -7,9 +7,8 @@ recomputed and replaced by their gradient, in place.
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 MOST_SYMBOLS = 4096
 """Maximum number of symbols per chunk; one program holds a chunk of a row."""

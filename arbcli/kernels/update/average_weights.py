@@ -11,9 +11,8 @@ from torch import Tensor
 
 from arbcli.kernels.codec.layout import BLOCK, PLANE, TRITS_PER_BYTE
 from arbcli.kernels.codec.packing import unpack_trits_torch
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import count_tiles, row_chunks, tile_of_program
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.update.random_bits import random_halves, random_words
 
 BLOCK_N, BLOCK_K = 8, 256

@@ -24,9 +24,8 @@ from torch import Tensor
 from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packing import pack_trits_torch, unpack_trits_torch
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.update.direction import (
     GAINS_BELONG,
     fixed_point,

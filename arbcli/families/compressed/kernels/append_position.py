@@ -19,8 +19,7 @@ from torch.nn import functional
 from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.attention.eight_bits import ROOM, quantise_entries, quantise_halves
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.texts import text_by_text
 
 SHARED = (4, 6, 7)

@@ -22,8 +22,7 @@ from arbcli.families.compressed.kernels.choose_entries import store_best
 from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.codec.decode_digits import from_e4m3
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, to_e4m3
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.texts import text_by_text
 
 SHARED = (5, 6)

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention import rotary_norm as rotary
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def _compress_blocks_torch(

@@ -27,9 +27,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention import rotary_norm as rotary
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 class Sight(NamedTuple):

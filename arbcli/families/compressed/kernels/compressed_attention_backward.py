@@ -31,8 +31,7 @@ from arbcli.families.compressed.kernels.compressed_attention import (
 )
 from arbcli.families.compressed.kernels.sum_choices import sum_choices
 from arbcli.kernels.attention import rotary_norm as rotary
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def _compressed_attention_backward_torch(

@@ -22,8 +22,7 @@ from arbcli.families.compressed.kernels.compressed_attention import load_vectors
 from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.attention.eight_bits import decode_entries, numbers_of, scale_of_entry
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.texts import text_by_text
 
 SLOTS = 32

@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.families.hnet.kernels.boundary_scores import TINY
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.conditions import tell_condition
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import text_by_text
 

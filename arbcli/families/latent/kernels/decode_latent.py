@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention.rotary_norm import load_angles, load_halves, rotate, store_halves
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import text_by_text
 

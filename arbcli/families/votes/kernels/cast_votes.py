@@ -12,8 +12,7 @@ from torch import Tensor
 from arbcli.kernels.codec import packing
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 SCALE_THRESHOLD = 4
 
