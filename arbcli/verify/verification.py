@@ -140,6 +140,18 @@ class Gate:
 EXACT = Gate(exact=True, reason="integers are compared with torch.equal")
 
 
+def float32_sums(sums: str, in_bf16: str | None = None) -> Gate:
+    """Return the gate of float32 sums, whose bf16 results may be a tenth worse than the peer's.
+
+    Args:
+        sums: number or range of the terms, for the reason.
+        in_bf16: comparison with the peer, for the reason; None for the reference, rounded once.
+    """
+    reason = f"float32 sums {sums}".rstrip() + "; in bf16 "
+    reason += in_bf16 or "no worse than one rounding"
+    return Gate(relative=1e-5, peer_slack=0.1, rounded=in_bf16 is None, reason=reason)
+
+
 @dataclass(frozen=True, eq=False)
 class Verification:
     """Verification of an operation: its reference, cases and gate, and what it is timed next to."""
