@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from arbcli.kernels.runtime.arguments import Argument, Array, Number
 from arbcli.verify.check_kernels import KernelResult, check_kernel, kernel_jobs
 from arbcli.verify.compare import as_tuple, compare
@@ -32,3 +34,8 @@ def has_one_layout(spec: Verification) -> bool:
 def is_dense(kind: Argument) -> bool:
     """Return whether an argument is a tensor whose elements must lie one after the other."""
     return isinstance(kind, Array) and bool(kind.dense or kind.one)
+
+
+def takes_bfloat16(spec: Verification) -> bool:
+    """Return whether an input may be bfloat16."""
+    return any(torch.bfloat16 in getattr(kind, "dtypes", ()) for kind in spec.arguments.values())

@@ -251,12 +251,6 @@ class Verification:
             return self.native or self.torch
         return self.torch if backend == "torch" else self.triton
 
-    @property
-    def bfloat16(self) -> tuple[int, ...]:
-        """Places of inputs that may be bfloat16."""
-        kinds = enumerate(self.arguments.values())
-        return tuple(i for i, kind in kinds if torch.bfloat16 in getattr(kind, "dtypes", ()))
-
     def _sized(self) -> Iterator[str]:
         for kind in self.arguments.values():
             if not isinstance(kind, Number):
