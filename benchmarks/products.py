@@ -29,7 +29,7 @@ from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.updater import Updater
-from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.timing import Stopwatch, measure_roofline, median_ratio, time_calls
 from benchmarks import results
 
@@ -94,9 +94,9 @@ class Comparisons:
 
 def compare_few_rows(comparisons: Comparisons, size: int) -> None:
     """Compare products of few rows as in generation: one alone, and each of many in a row."""
-    generator = torch.Generator(DEVICE)
+    rng = CaseGenerator(0, DEVICE, torch.bfloat16)
     matrices = [
-        random_packed(size, size, GROUP_SIZE, generator, spread=8)
+        rng.packed(size, size, GROUP_SIZE, digits="trit")
         for _ in range(8 * comparisons.stopwatch.cache_bytes // (size * size // 4) + 1)
     ]
     weights = [prepack(one) for one in matrices]
@@ -153,7 +153,7 @@ def main() -> None:
 
 def compare_products(comparisons: Comparisons, size: int) -> None:
     """Compare products of matrices as they are trained."""
-    packed = random_packed(size, size, GROUP_SIZE, torch.Generator(DEVICE), spread=8)
+    packed = CaseGenerator(0, DEVICE, torch.bfloat16).packed(size, size, GROUP_SIZE, digits="trit")
     weight, own = randn(size, size), decode_weight(packed)
     for rows in (1, 2, 4, 8, 16, 32, 64, *((4096, 8192, 16384) if size == 8192 else ())):
         x = randn(rows, size)

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from arbcli.kernels.runtime.arguments import Array, Number
+import torch
+
+from arbcli.kernels.runtime.arguments import Argument, Array, Number
 from arbcli.verify.check_kernels import KernelResult, check_kernel, kernel_jobs
 from arbcli.verify.compare import as_tuple, compare
 from arbcli.verify.verification import Verification
@@ -26,6 +28,14 @@ def has_one_layout(spec: Verification) -> bool:
         kind for kind in spec.arguments.values()
         if not isinstance(kind, Number) and not kind.optional
     ]  # fmt: skip
-    return all(
-        isinstance(kind, Array) and (kind.dense or kind.one or not kind.sizes) for kind in tensors
-    )
+    return all(is_dense(kind) or (isinstance(kind, Array) and not kind.sizes) for kind in tensors)
+
+
+def is_dense(kind: Argument) -> bool:
+    """Return whether an argument is a tensor whose elements must lie one after the other."""
+    return isinstance(kind, Array) and bool(kind.dense or kind.one)
+
+
+def takes_bfloat16(spec: Verification) -> bool:
+    """Return whether an input may be bfloat16."""
+    return any(torch.bfloat16 in getattr(kind, "dtypes", ()) for kind in spec.arguments.values())

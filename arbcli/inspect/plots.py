@@ -13,7 +13,7 @@ from arbcli.base.run_files import CONFIG
 from arbcli.config.presets import config_from_dict
 from arbcli.inspect.runs import RunComparison
 from arbcli.inspect.verdicts import LEAST_SPREAD
-from arbcli.training.record import read_records
+from arbcli.training.record import as_number, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,14 +111,14 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     figure, (stream, flips, loss, logits, *more) = _figure(4 + bool(chunks))
     for reading, color in ((first, FAINT), (last, BLUE)):
         label = f"after step {reading['step']}"
-        sizes = [_number(size) for size in reading["residual_rms"]]
+        sizes = [as_number(size) for size in reading["residual_rms"]]
         stream.plot(range(len(sizes)), sizes, "o-", color=color, markersize=4, label=label)
-    largest = [_number(size) for size in last["residual_most"]]
+    largest = [as_number(size) for size in last["residual_most"]]
     stream.plot(
         range(len(largest)), largest, "^:", color=BLUE, markersize=3, label="largest of a byte"
     )
     for name, color in (("mixer_rms", ORANGE), ("channel_rms", GREEN)):
-        sizes = [_number(size) for size in last[name]]
+        sizes = [as_number(size) for size in last[name]]
         label = name.replace("channel_rms", "channel mixer").removesuffix("_rms")
         stream.plot(range(1, len(sizes) + 1), sizes, "s--", color=color, markersize=3, label=label)
     stream.set_yscale("log", base=2)
@@ -200,12 +200,8 @@ def _label(axes: "Axes", title: str, x: str, y: str) -> None:
 
 
 def _points(records: Iterable[dict[str, Any]], y: str) -> tuple[list, list]:
-    pairs = [(record["step"], _number(record[y])) for record in records]
+    pairs = [(record["step"], as_number(record[y])) for record in records]  # NaN is a gap
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value  # drawn as a gap
 
 
 def _save(figure: "Figure", png: Path) -> None:

@@ -3,7 +3,6 @@
 Checkpoints contain them, so that the record after a resume averages the same steps.
 """
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.reading import check_schema
 from arbcli.model.checkpoint import Checkpoint
 from arbcli.training.parallel.group import Group
-from arbcli.training.record import finite
+from arbcli.training.record import as_number, finite
 from arbcli.training.schedule import LOG_EVERY
 
 KEPT_STEPS = LOG_EVERY
@@ -54,7 +53,7 @@ class RecentSteps:
         self._group = group
         self._unread: list[tuple[Tensor, Tensor | None]] = []
         self._flips_before = 0
-        losses = (_number(loss) for loss in saved.get("losses", ()))
+        losses = (as_number(loss) for loss in saved.get("losses", ()))
         steps = map(Step, losses, saved.get("flips", ()))
         self._kept = kept
         # more while records are due less often than before the resume
@@ -93,12 +92,8 @@ class RecentSteps:
 
 
 def as_numbers(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Replace None, which stands for a number that is not finite, by NaN."""
-    return {name: _number(value) for name, value in values.items()}
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+    """Replace each None by NaN: see `as_number`."""
+    return {name: as_number(value) for name, value in values.items()}
 
 
 def check_recent(checkpoint: Checkpoint) -> None:

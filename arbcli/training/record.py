@@ -84,6 +84,11 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def as_number(value: float | None) -> float:
+    """Replace None, which stands for a number that is not finite, by NaN."""
+    return math.nan if value is None else value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstStep:
     """The first step of a process, in which kernels are compiled."""
@@ -252,7 +257,7 @@ def held_out_losses(records: Iterable[dict[str, Any]]) -> list[tuple[int, float]
     for record in records:
         loss = record.get("val_loss")
         if loss is not None or "val_loss" in (record.get("gauges") or ()):
-            losses.append((record["step"], math.nan if loss is None else loss))
+            losses.append((record["step"], as_number(loss)))
     return losses
 
 

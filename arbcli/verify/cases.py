@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import ROW_TILES, TILES, Case, Verification
+from arbcli.verify.verification import ROW_TILES, TILES, Case, CaseGenerator, Verification
 
 LARGE_MATRIX = (11264, 2048)
 """(N, K) of the largest matrix of the preset `1b`."""

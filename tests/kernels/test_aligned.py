@@ -11,7 +11,7 @@ from syntax import kernel_files
 from arbcli.kernels.codec.decode_weight import _has_wide_loads
 from arbcli.kernels.runtime._triton import replaced_launches
 from arbcli.kernels.runtime.backend import compile_for, use_backend
-from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.registry import KERNELS
 
 WIDE = {
@@ -68,6 +68,6 @@ def test_no_kernel_that_loads_so_is_left_out():
 
 
 def test_weights_are_stored_by_16_bytes_where_rows_begin_at_multiples():
-    generator, columns = torch.Generator().manual_seed(0), range(320, 340)
-    by_block = [_has_wide_loads(random_packed(3, number, 32, generator)) for number in columns]
+    rng, columns = CaseGenerator(0, torch.device("cpu"), torch.float32), range(320, 340)
+    by_block = [_has_wide_loads(rng.packed(3, number, 32, digits="trit")) for number in columns]
     assert by_block == [number * torch.bfloat16.itemsize % 16 == 0 for number in columns]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from apparatus.interpreter import arguments_left_in_place, barriers_where_needed, checked_bounds
 from apparatus.sampling import sample
-from checked import assert_as_wanted, has_one_layout
+from checked import assert_as_wanted, has_one_layout, is_dense, takes_bfloat16
 
 from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
@@ -394,7 +394,8 @@ def test_elements_of_every_input_may_lie_anywhere(spec, scale_type, digits, devi
         inputs = [all_digits(x, device) for x in inputs]
     wanted = as_tuple(spec.reference(*copies(inputs)))
     assert all(part.numel() for part in wanted)
-    dense = {*(range(len(inputs)) if has_one_layout(spec) else spec.dense)}
+    kinds = enumerate(spec.arguments.values())
+    dense = {i for i, kind in kinds if has_one_layout(spec) or is_dense(kind)}
     if spec.name in NOT_ANYWHERE:
         dense |= {*range(len(inputs))}
     far = 8 if spec.name in NOT_FAR else FAR
@@ -413,7 +414,7 @@ ROUNDED_ELSEWHERE = {
     "decode_compressed", "sign_gradient", "sum_choices",
 }  # fmt: skip
 """Kernels that round on the way, or not at all: their own tests have them in bfloat16."""
-IN_BFLOAT16 = [s.name for s in KERNELS if s.bfloat16 and s.name not in ROUNDED_ELSEWHERE]
+IN_BFLOAT16 = [s.name for s in KERNELS if takes_bfloat16(s) and s.name not in ROUNDED_ELSEWHERE]
 SEVERAL_ROUNDINGS = {
     "causal_attention_backward", "dropped_attention_backward", "gram_polynomial",
     "decode_attention", "decode_attention_8bit", "row_matmul",

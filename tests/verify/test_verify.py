@@ -17,7 +17,6 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.verify import check_kernels as verify
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.cases import random_cases
 from arbcli.verify.check_kernels import CompiledCases, copies, kernel_jobs
 from arbcli.verify.compare import compare, errors, worst
@@ -26,7 +25,7 @@ from arbcli.verify.kernels.norm.rms_norm import rms_norm_verification
 from arbcli.verify.registry import BY_NAME, KERNELS
 from arbcli.verify.scale_types import ALWAYS
 from arbcli.verify.variants import Launch
-from arbcli.verify.verification import DRAWS, TILES, Gate
+from arbcli.verify.verification import DRAWS, TILES, CaseGenerator, Gate
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 T6 = {"T6": 6}

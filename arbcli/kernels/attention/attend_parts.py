@@ -33,10 +33,9 @@ from torch.nn import functional
 
 from arbcli.kernels.attention.decode_attention import rotated_torch
 from arbcli.kernels.runtime import ptx
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import backend_of
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 WIDTHS = (64, 128)
@@ -406,9 +405,8 @@ ALIGNED = "keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0"
 
 attend_parts = Operation(
     "attend_parts", _attend_parts_triton, _attend_parts_torch,
-    "qkv: bfloat16[3, H, D] dense; keys: bfloat16[H, W, D] dense; values: bfloat16[H, W, D] dense; "
-    "position: int32[]; cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; eps; "
-    "max_parts",
+    "qkv: bfloat16[3, H, D] dense; keys, values: bfloat16[H, W, D] dense; position: int32[]; "
+    "cos, sin: float32[P, D // 2] dense; eps; max_parts",
     where=(
         f"D in {WIDTHS}", "W > 0", ALIGNED,
     ),

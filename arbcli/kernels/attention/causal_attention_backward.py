@@ -429,8 +429,8 @@ def flash_attention_backward(
 
 causal_attention_backward = Operation(
     "causal_attention_backward", _causal_attention_backward_triton, causal_attention_backward_torch,
-    "grad_y: real[B, H, T, D]; q: real[B, H, T, D]; k: real[B, KV, T, D]; v: real[B, KV, T, D]; "
-    "y: real[B, H, T, D]; logs: float32[B, H, T] dense",
+    "grad_y, q: real[B, H, T, D]; k, v: real[B, KV, T, D]; y: real[B, H, T, D]; "
+    "logs: float32[B, H, T] dense",
     where=("16 <= D <= 128 and D & (D - 1) == 0", "H % max(KV, 1) == 0"),
 )  # fmt: skip
 """Compute the gradients of causal attention with scores divided by sqrt(d).

@@ -44,9 +44,8 @@ from arbcli.kernels.attention.eight_bits import (
 from arbcli.kernels.attention.rotary_norm import load_angles, rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import backend_of
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import text_by_text
 
@@ -421,16 +420,14 @@ _WHERE = ("len(T) < 2", "D % 2 == 0", "W > 0", "W * D < 2**31")
 
 DECODE_ATTENTION = Operation(
     "decode_attention", _decode_attention_triton, _decode_attention_torch,
-    "qkv: real[*T, 3, H, D] dense; keys: real[*T, H, W, D] dense; values: real[*T, H, W, D] dense; "
-    "position: int32[*T] dense; cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; "
-    "semaphores: int32[*T, H] dense; eps; one_program",
+    "qkv: real[*T, 3, H, D] dense; keys, values: real[*T, H, W, D] dense; position: int32[*T] "
+    "dense; cos, sin: float32[P, D // 2] dense; semaphores: int32[*T, H] dense; eps; one_program",
     native=_decode_attention_native, where=_WHERE,
 )  # fmt: skip
 DECODE_ATTENTION_8BIT = Operation(
     "decode_attention_8bit", _decode_attention_triton, _decode_attention_torch,
-    "qkv: real[*T, 3, H, D] dense; keys: float8_e4m3fn|int8[*T, H, W, D] dense; "
-    "values: float8_e4m3fn|int8[*T, H, W, D] dense; position: int32[*T] dense; "
-    "cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; semaphores: int32[*T, H] dense; "
-    "eps; one_program; exponents: int8[*T, 2, H, W] dense",
+    "qkv: real[*T, 3, H, D] dense; keys, values: float8_e4m3fn|int8[*T, H, W, D] dense; "
+    "position: int32[*T] dense; cos, sin: float32[P, D // 2] dense; "
+    "semaphores: int32[*T, H] dense; eps; one_program; exponents: int8[*T, 2, H, W] dense",
     where=(*_WHERE, "keys.dtype == values.dtype"),
 )  # fmt: skip

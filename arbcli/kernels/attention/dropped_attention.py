@@ -25,8 +25,7 @@ from arbcli.kernels.attention.causal_attention_backward import (
 )
 from arbcli.kernels.attention.rotary_norm import dense_heads
 from arbcli.kernels.rows.dropout import dropout, mask_constants
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def _mask_of(q: Tensor, key: Tensor, rate: float) -> Tensor:
@@ -129,7 +128,7 @@ _WHERE = ("16 <= D <= 128 and D & (D - 1) == 0", "0 <= rate < 1")
 
 dropped_attention = Operation(
     "dropped_attention", _dropped_attention_triton, _dropped_attention_torch,
-    "q: real[B, H, T, D]; k: real[B, H, T, D]; v: real[B, H, T, D]; key: int32[]; rate",
+    "q, k, v: real[B, H, T, D]; key: int32[]; rate",
     where=_WHERE,
 )  # fmt: skip
 """Attend causally with scores divided by sqrt(d), and drop weights.
@@ -148,8 +147,7 @@ Returns:
 dropped_attention_backward = Operation(
     "dropped_attention_backward", _dropped_attention_backward_triton,
     _dropped_attention_backward_torch,
-    "grad_y: real[B, H, T, D]; q: real[B, H, T, D]; k: real[B, H, T, D]; v: real[B, H, T, D]; "
-    "y: real[B, H, T, D]; logs: float32[B, H, T] dense; key: int32[]; rate",
+    "grad_y, q, k, v, y: real[B, H, T, D]; logs: float32[B, H, T] dense; key: int32[]; rate",
     where=_WHERE,
 )  # fmt: skip
 """Compute the gradients of `dropped_attention`.

@@ -35,8 +35,7 @@ rotary_attention_backward = Operation(
     "rotary_attention_backward", _rotary_attention_backward_triton,
     _rotary_attention_backward_torch,
     "grad_y: real[B, H, T, D]; qkv: real[B, T, 3, H, D] dense; r: float32[B, T, 2, H] dense; "
-    "cos: float32[T, D // 2] dense; sin: float32[T, D // 2] dense; y: real[B, H, T, D]; "
-    "logs: float32[B, H, T] dense",
+    "cos, sin: float32[T, D // 2] dense; y: real[B, H, T, D]; logs: float32[B, H, T] dense",
     where=("16 <= D <= 128 and D & (D - 1) == 0",),
 )  # fmt: skip
 """Compute the gradient of causal attention and of the preceding `rotary_norm_`.

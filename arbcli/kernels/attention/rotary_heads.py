@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from arbcli.kernels.attention import rotary_norm as rotary
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 TILES = 4
 """Tiles of rows per program when gradients of gains are summed."""
@@ -204,8 +203,8 @@ def _rotary_heads_backward_triton(
 
 rotary_heads = Operation(
     "rotary_heads", _rotary_heads_triton, _rotary_heads_torch,
-    "qkv: real[B, T, H, D] dense; gains: float32[2, D]? dense; cos: float32[T, D // 2] dense; "
-    "sin: float32[T, D // 2] dense; kv; eps",
+    "qkv: real[B, T, H, D] dense; gains: float32[2, D]? dense; cos, sin: float32[T, D // 2] dense; "
+    "kv; eps",
     where=("D % 2 == 0", "0 < 2 * kv < H", "gains is None or eps is not None"),
 )  # fmt: skip
 """Normalise, scale and rotate queries and keys.
@@ -225,9 +224,8 @@ Returns:
 """
 rotary_heads_backward = Operation(
     "rotary_heads_backward", _rotary_heads_backward_triton, _rotary_heads_backward_torch,
-    "grad_q: real[B, Q, T, D]; grad_k: real[B, KV, T, D]; grad_v: real[B, KV, T, D]; "
-    "qkv: real[B, T, Q + 2 * KV, D] dense; gains: float32[2, D]? dense; "
-    "cos: float32[T, D // 2] dense; sin: float32[T, D // 2] dense; eps",
+    "grad_q: real[B, Q, T, D]; grad_k, grad_v: real[B, KV, T, D]; qkv: real[B, T, Q + 2 * KV, D] "
+    "dense; gains: float32[2, D]? dense; cos, sin: float32[T, D // 2] dense; eps",
     where=("D % 2 == 0", "gains is None or eps is not None"),
 )  # fmt: skip
 """Compute the gradients of the inputs of `rotary_heads`.

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -241,8 +240,7 @@ def _rotary_norm_backward_triton(
 
 rotary_norm_ = Operation(
     "rotary_norm", _rotary_norm_triton, _rotary_norm_torch,
-    "qkv: real[B, T, 3, H, D] dense; cos: float32[T, D // 2] dense; sin: float32[T, D // 2] dense; "
-    "eps",
+    "qkv: real[B, T, 3, H, D] dense; cos, sin: float32[T, D // 2] dense; eps",
     native=_rotary_norm_native, where=("D % 2 == 0",),
 )  # fmt: skip
 """Rotate and normalise the queries and keys of `qkv` in place; values do not change.
@@ -258,9 +256,8 @@ Returns:
 """
 rotary_norm_backward = Operation(
     "rotary_norm_backward", _rotary_norm_backward_triton, _rotary_norm_backward_torch,
-    "grad_q: real[B, H, T, D]; grad_k: real[B, H, T, D]; grad_v: real[B, H, T, D]; "
-    "qkv: real[B, T, 3, H, D] dense; r: float32[B, T, 2, H] dense; cos: float32[T, D // 2] dense; "
-    "sin: float32[T, D // 2] dense",
+    "grad_q, grad_k, grad_v: real[B, H, T, D]; qkv: real[B, T, 3, H, D] dense; "
+    "r: float32[B, T, 2, H] dense; cos, sin: float32[T, D // 2] dense",
     native=_rotary_norm_backward_native, where=("D % 2 == 0",),
 )  # fmt: skip
 """Compute the gradient of the input of `rotary_norm_`.

@@ -18,10 +18,9 @@ from arbcli.kernels.codec.packing import (
     unpack_trits_torch,
 )
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
 from arbcli.kernels.runtime.backend import backend_of
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.ptx import HAS_PTX
 
 ROWS, ABREAST, NUM_WARPS = 4, 8, 4

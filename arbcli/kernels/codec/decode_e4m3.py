@@ -13,8 +13,7 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_digits import decode_digits_torch, decode_tile, tile_grid
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.quantise_rows import E4M3, LARGEST_OCTAVE, has_e4m3
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 TILE, TRANSPOSED_TILE = (4, 8, 4), (32, 2, 4)
 """Rows, blocks of each, and warps of a program."""

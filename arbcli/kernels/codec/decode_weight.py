@@ -27,10 +27,9 @@ from arbcli.kernels.codec.layout import BLOCK, PLANE
 from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import has_planes, positions_in_block, trit_at
 from arbcli.kernels.runtime import ptx
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 ABREAST, COLUMN_ROWS = 4, 16
 """Blocks of one row among the eight that a warp decodes at once; rows per program by columns."""

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.layout import BLOCK, LARGEST_BYTE, PLANE, TRITS_PER_BYTE, row_bytes
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def has_planes(group_size: int) -> bool:

@@ -150,15 +150,6 @@ def _int8_matmul_native(
     )
 
 
-def _int8_matmul_triton(
-    x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
-    eps: float | None, added: Tensor | None, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return multiply_prepacked(
-        x, pieces, scales, out_features, in_features, gated, eps, added, dtype
-    )
-
-
 def int8_matmul(
     x: Tensor, weight: PrepackedInt8, eps: float | None = None, added: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -192,7 +183,7 @@ _SCALES = f"scales: bfloat16[{_PLANES}, 8, 2] dense"
 _WHERE = swizzled.few_rows_fit(MOST_TEXTS)
 
 INT8_MATMUL = Operation(
-    "int8_matmul", _int8_matmul_triton, _int8_matmul_torch,
+    "int8_matmul", multiply_prepacked, _int8_matmul_torch,
     swizzled.few_rows_of(f"pieces: uint8[{_PLANES}, 8, 4, 2, 8] dense; {_SCALES}"),
     native=_int8_matmul_native, where=_WHERE,
 )  # fmt: skip

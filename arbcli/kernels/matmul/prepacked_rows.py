@@ -43,9 +43,8 @@ from arbcli.kernels.matmul.prepacked import (
     prepacked_torch,
 )
 from arbcli.kernels.matmul.swizzled import few_rows_fit, store_both
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.ptx import (
     HAS_PTX,

@@ -54,9 +54,8 @@ from arbcli.kernels.matmul.prepacked import (
 )
 from arbcli.kernels.matmul.swizzled import MOST_ROWS, few_rows_fit
 from arbcli.kernels.runtime import ptx
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import backend_of, num_processors
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 SHARED_BYTES = 47 << 10

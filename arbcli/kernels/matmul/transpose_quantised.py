@@ -12,9 +12,8 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_digits import from_e4m3, to_e4m3
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 BLOCK_M, BLOCK_D = 128, 64
 """Rows and columns of a program."""

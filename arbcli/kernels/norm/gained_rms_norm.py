@@ -20,8 +20,7 @@ from arbcli.kernels.norm.rms_norm import (
     store_rows,
     tiling,
 )
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 LEAST_TILES = 4
 """Minimum number of row tiles per program."""
@@ -103,7 +102,7 @@ def _gained_rms_norm_backward_triton(
 
 gained_rms_norm_backward = Operation(
     "gained_rms_norm_backward", _gained_rms_norm_backward_triton, _gained_rms_norm_backward_torch,
-    "grad_y: real[*B, D]; x: real[*B, D]; weight: float32[D] dense; eps; other_grad: real[*B, D]?",
+    "grad_y, x: real[*B, D]; weight: float32[D] dense; eps; other_grad: real[*B, D]?",
     native=_gained_rms_norm_backward_native,
 )  # fmt: skip
 """Compute the gradients of `rms_norm` with gains, and recompute its result.

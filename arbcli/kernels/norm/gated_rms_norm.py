@@ -20,9 +20,8 @@ from arbcli.kernels.norm.rms_norm import (
     tile_at,
     tiling,
 )
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 WHOLE_BACKWARD = 2048
 """Largest row, in columns, for which a backward program keeps all six matrices in registers."""

@@ -20,9 +20,8 @@ Reason: both halves of a byte belong to the same column, so that a thread writes
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def pack_gates_torch(gate_up: Tensor) -> tuple[Tensor, Tensor]:

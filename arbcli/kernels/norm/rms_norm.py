@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 FEW_ROWS = 8
 """Number of rows, as in generation, up to which more threads share a row."""
@@ -341,7 +340,7 @@ Returns:
 """
 add_rms_norm = Operation(
     "add_rms_norm", _add_rms_norm_triton, normalise_sum(_rms_norm_torch),
-    "x: real[*B, D]; added: real[*B, D]; weight: float32[D]? dense; eps",
+    "x, added: real[*B, D]; weight: float32[D]? dense; eps",
     native=normalise_sum(rms_norm_native),
 )  # fmt: skip
 """Compute `rms_norm` of x + added.
@@ -353,7 +352,7 @@ Returns:
 """
 rms_norm_backward = Operation(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
-    "grad_y: real[*B, D]; x: real[*B, D]; weight: float32[D]? dense; eps; other_grad: real[*B, D]?",
+    "grad_y, x: real[*B, D]; weight: float32[D]? dense; eps; other_grad: real[*B, D]?",
     native=rms_norm_backward_native,
 )  # fmt: skip
 """Compute the gradient of x in `rms_norm`, and recompute its result.

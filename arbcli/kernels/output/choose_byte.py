@@ -10,8 +10,7 @@ Source: E. J. Gumbel, "Statistical Theory of Extreme Values and Some Practical A
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.update.random_bits import random_bits, random_words
 
@@ -178,9 +177,8 @@ TEXT_FITS = f"(text.dtype == torch.uint8) == (V <= {MAX_SYMBOLS})"
 
 choose_byte_ = Operation(
     "choose_byte", _choose_byte_triton, choose_byte_torch,
-    "byte: int64[*B] dense; text: uint8|int32[P] dense; logits: real[*M, V] dense; "
-    "position: int32[]; key: int32[]; temperature; top_k; top_p; repeated: int64[2]? dense; "
-    "equal: int32[]?; equal_bonus",
+    "byte: int64[*B] dense; text: uint8|int32[P] dense; logits: real[*M, V] dense; position, key: "
+    "int32[]; temperature; top_k; top_p; repeated: int64[2]? dense; equal: int32[]?; equal_bonus",
     where=(
         "V > 0", TEXT_FITS, "byte.numel() == logits.numel() // V",
         f"len(M) == 0 or len(M) == 1 and V <= {MAX_SYMBOLS}",

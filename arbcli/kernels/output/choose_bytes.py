@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from arbcli.kernels.output import choose_byte
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 
@@ -59,8 +58,8 @@ def _choose_bytes_triton(
 choose_bytes_ = Operation(
     "choose_bytes", _choose_bytes_triton, _choose_bytes_torch,
     "byte: int64[B, 1] dense; text: uint8|int32[B, P] dense; logits: real[B, V] dense; "
-    "position: int32[B] dense; key: int32[B] dense; temperature: float32[B] dense; "
-    "top_k: int32[B] dense; top_p: float32[B] dense",
+    "position, key: int32[B] dense; temperature: float32[B] dense; top_k: int32[B] dense; "
+    "top_p: float32[B] dense",
     where=("V > 0", choose_byte.TEXT_FITS),
 )  # fmt: skip
 """Sample the byte or token at `position` of each text from its logits, in place.

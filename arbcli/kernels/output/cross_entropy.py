@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def _cross_entropy_torch(logits: Tensor, targets: Tensor) -> Tensor:

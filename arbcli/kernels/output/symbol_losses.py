@@ -7,9 +7,8 @@ recomputed and replaced by their gradient, in place.
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 MOST_SYMBOLS = 4096
 """Maximum number of symbols per chunk; one program holds a chunk of a row."""
@@ -97,7 +96,7 @@ _WHERE = (f"0 < V <= {MOST_SYMBOLS}",)
 
 add_symbols_ = Operation(
     "add_symbols", _add_symbols_triton, _add_symbols_torch,
-    "total: float32[M] dense; target_sums: float32[M] dense; logits: real[M, V]; targets: int64[M]",
+    "total, target_sums: float32[M] dense; logits: real[M, V]; targets: int64[M]",
     where=_WHERE,
 )  # fmt: skip
 """Update the log-sum-exp of rows with a chunk of symbols, in place.
@@ -110,7 +109,7 @@ Args:
 """
 grade_symbols_ = Operation(
     "grade_symbols", _grade_symbols_triton, _grade_symbols_torch,
-    "logits: real[M, V]; targets: int64[M]; total: float32[M] dense; scale: float32[M] dense",
+    "logits: real[M, V]; targets: int64[M]; total, scale: float32[M] dense",
     where=_WHERE,
 )  # fmt: skip
 """Replace the logits of a chunk by the gradient of the scaled losses, in place.

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.update.random_bits import random_bits, random_words
 
 _SIGN = -(2**31)

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 class TouchedRows(NamedTuple):

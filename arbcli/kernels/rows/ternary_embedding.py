@@ -19,9 +19,8 @@ from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import byte_tiles, digit_of, plane_offsets
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 MOST_DECODED = 4096

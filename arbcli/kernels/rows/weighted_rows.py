@@ -19,10 +19,9 @@ from arbcli.kernels.codec.decode_digits import add_remainder, decode_digits_torc
 from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.rows.table_rows import TouchedRows
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL, compiled_check, declared
 from arbcli.kernels.runtime.backend import chunk_elements
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 FEW = 8
 """Maximum slots of rows that are summed in parallel, one slot at a time."""

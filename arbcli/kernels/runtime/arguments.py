@@ -81,7 +81,7 @@ Arguments = Mapping[str, Argument]
 
 
 def declared(schema: str) -> Arguments:
-    """Read the declarations of arguments, such as `x: real[M, D]; gain: float32[D]? dense; eps`.
+    """Read the declarations of arguments, such as `x, y: real[M, D]; gain: float32[D]? dense; eps`.
 
     A name alone is a number, and `name: a|b` one of some strings. `packed[N, K]` is a packed
     matrix. Other types are those of tensors: `real` and `any_real` for `REAL` and `SOME_REAL`, or
@@ -90,16 +90,18 @@ def declared(schema: str) -> Arguments:
     """
     arguments: dict[str, Argument] = {}
     for entry in filter(None, schema.split(";")):
-        name, _, kind = map(str.strip, entry.partition(":"))
+        names, _, kind = map(str.strip, entry.partition(":"))
         match = re.fullmatch(r"([\w|]+)\[(.*)\](\??) ?(\w*)", kind)
+        argument: Argument
         if match is None:
-            arguments[name] = Number(tuple(kind.split("|")) if kind else ())
+            argument = Number(tuple(kind.split("|")) if kind else ())
         elif match[1] == "packed":
-            arguments[name] = Matrix(match[2], bool(match[3]))
+            argument = Matrix(match[2], bool(match[3]))
         else:
             dense: Any = match[4] == "dense" or (match[4] in ("rows", "parts") and match[4])
             dtypes = REALS.get(match[1]) or tuple(getattr(torch, d) for d in match[1].split("|"))
-            arguments[name] = Array(match[2], dtypes, dense, bool(match[3]), match[4] == "one")
+            argument = Array(match[2], dtypes, dense, bool(match[3]), match[4] == "one")
+        arguments |= dict.fromkeys(names.split(", "), argument)
     return arguments
 
 

@@ -1,4 +1,7 @@
-"""The contract of an operation: its arguments, and an implementation for each backend."""
+"""The contract of an operation: its arguments, and an implementation for each backend.
+
+The language of its kernel, `tl` and `triton`, is imported from here, too.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,6 +10,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from arbcli.kernels.runtime._triton import tl as tl
+from arbcli.kernels.runtime._triton import triton as triton
 from arbcli.kernels.runtime.arguments import Arguments, Matrix, Number, compiled_check, declared
 from arbcli.kernels.runtime.backend import backend_of
 

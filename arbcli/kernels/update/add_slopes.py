@@ -9,9 +9,8 @@ one for each program, so that adding them up in order gives the same bits every 
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import count_tiles, tile_of_program
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.update.direction import round_to_int
 
 BLOCK_N, BLOCK_G = 8, 128
@@ -75,7 +74,7 @@ def _add_slopes_triton(
 
 add_slopes = Operation(
     "add_slopes", _add_slopes_triton, _add_slopes_torch,
-    "total: int16[N, G]; slope: float32[N, G]; slope_gain: float32[]; weight: int32[]; ok: int32[]",
+    "total: int16[N, G]; slope: float32[N, G]; slope_gain: float32[]; weight, ok: int32[]",
 )  # fmt: skip
 """Add slopes to a total, in place.
 

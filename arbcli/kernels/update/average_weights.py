@@ -11,9 +11,8 @@ from torch import Tensor
 
 from arbcli.kernels.codec.layout import BLOCK, PLANE, TRITS_PER_BYTE
 from arbcli.kernels.codec.packing import unpack_trits_torch
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import count_tiles, row_chunks, tile_of_program
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.update.random_bits import random_halves, random_words
 
 BLOCK_N, BLOCK_K = 8, 256
@@ -89,8 +88,8 @@ def _average_weights_triton(
 
 average_weights = Operation(
     "average_weights", _average_weights_triton, _average_weights_torch,
-    "packed: uint8[N, row_bytes(K)]; remainder: int8[N, K]; average: int8[N, K]; key: int32[]; "
-    "turn: int32[]; rate: int32[]; radix; shift; nibble",
+    "packed: uint8[N, row_bytes(K)]; remainder, average: int8[N, K]; key, turn, rate: int32[]; "
+    "radix; shift; nibble",
 )  # fmt: skip
 """Move the average of weights towards them, in place.
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import count_tiles, row_chunks, tiles_of_a_program
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.update.direction import (
     GAINS_BELONG,
     MOST_REGISTERS,
@@ -154,8 +153,8 @@ def _blend_moment_triton(
 blend_moment = Operation(
     "blend_moment", _blend_moment_triton, _blend_moment_torch,
     "moment: int8[N, K]; values: real[N, K]; row_gain: float32[N]?; "
-    "column_gain: float32[K]? dense; key: int32[]; ok: int32[]; squares: int64[]; decay; "
-    "gain: int32[]; shift: int32[]; nibble; turn: int32[]?",
+    "column_gain: float32[K]? dense; key, ok: int32[]; squares: int64[]; decay; "
+    "gain, shift: int32[]; nibble; turn: int32[]?",
     native=_blend_moment_native, where=(GAINS_BELONG, f"0 <= decay <= {1 << 16}"),
 )  # fmt: skip
 """Blend a direction into the moment, in place.

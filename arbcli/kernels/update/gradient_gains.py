@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.kernels.update.random_bits import random_bits, random_words
@@ -316,10 +315,9 @@ def slope_gain(slope: Tensor, slope_squares: Tensor) -> tuple[Tensor, Tensor]:
 
 GRADIENT_GAINS = Operation(
     "gradient_gains", _gradient_gains_triton, _gradient_gains_torch,
-    "slope: float32|int16[N, G]; slope_squares: float64|float32[P] dense; "
-    "squares: float32[P] dense; rows: float32[R, N] dense; columns: float32[C, K] dense; "
-    "row_statistic: int8[N, 2]?; column_statistic: int8[K, 2]?; row_key: int32[]; "
-    "column_key: int32[]; refused: int64[]; nonfinite: int64[]",
+    "slope: float32|int16[N, G]; slope_squares: float64|float32[P] dense; squares: float32[P] "
+    "dense; rows: float32[R, N] dense; columns: float32[C, K] dense; row_statistic: int8[N, 2]?; "
+    "column_statistic: int8[K, 2]?; row_key, column_key: int32[]; refused, nonfinite: int64[]",
     native=_gradient_gains_native, 
     where=(
         "slope_squares.dtype == (torch.float32 if slope.is_mps else torch.float64)",

@@ -21,10 +21,9 @@ from arbcli.kernels.codec.layout import BLOCK, PLANE
 from arbcli.kernels.codec.packed import Packed, load_scale, scale_of, scales_torch
 from arbcli.kernels.codec.packing import first_digit, take_trit, trit_at, trit_positions
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 TILE = 128
 """Columns of a tile: as many whole groups as fit, and at least one."""

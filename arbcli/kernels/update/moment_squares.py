@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import count_tiles, row_chunks, tile_of_program
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 BLOCK_N, BLOCK_K = 8, 512
 

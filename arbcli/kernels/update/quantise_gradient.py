@@ -20,9 +20,8 @@ A row of zeros has `NONE`, and one that is not finite `NOT_FINITE`.
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.update.hadamard import BLOCK_FITS, column_signs, mix_blocks, mixed
 from arbcli.kernels.update.random_bits import random_halves, random_words
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import trit_at, trit_positions
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.update.gradient_statistics import (
     GradientStatistics,
     SignGradient,

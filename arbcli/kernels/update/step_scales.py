@@ -12,9 +12,8 @@ from torch import Tensor
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, count_tiles, tile_of_program
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.update.direction import round_to_int
 from arbcli.kernels.update.random_bits import random_bits, random_words
 
@@ -100,8 +99,8 @@ def _step_scales_triton(
 
 step_scales = Operation(
     "step_scales", _step_scales_triton, _step_scales_torch,
-    "exponent: int8[N, G]; fraction: int8[N, G]; slope: int16|float32[N, G]; "
-    "slope_gain: float32[]; key: int32[]; gain: int32[]; shift: int32[]; ok: int32[]",
+    "exponent, fraction: int8[N, G]; slope: int16|float32[N, G]; slope_gain: float32[]; "
+    "key, gain, shift, ok: int32[]",
     native=_step_scales_native,
 )  # fmt: skip
 """Step the scales of a matrix in place.

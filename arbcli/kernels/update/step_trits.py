@@ -24,9 +24,8 @@ from torch import Tensor
 from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packing import pack_trits_torch, unpack_trits_torch
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.update.direction import (
     GAINS_BELONG,
     fixed_point,
@@ -415,8 +414,8 @@ def _step_by_direction_triton(
 step_by_moment = Operation(
     "step_by_moment", _step_by_moment_triton, _step_by_moment_torch,
     "packed: uint8[N, row_bytes(K)]; remainder: int8[N, K]; moment: int8[N, K]?; key: int32[]; "
-    "turn: int32[]?; step_size: int64[]; squares: int64[]; limit: int32[]; ok: int32[]; "
-    "flips: int64[]; radix; remainder_max; decay: int32[]?",
+    "turn: int32[]?; step_size, squares: int64[]; limit, ok: int32[]; flips: int64[]; radix; "
+    "remainder_max; decay: int32[]?",
     native=_step_by_moment_native,
 )  # fmt: skip
 """Step a matrix of weights by its moment, in place, carrying between trit and remainder.
@@ -439,10 +438,9 @@ Args:
 """
 step_by_direction = Operation(
     "step_by_direction", _step_by_direction_triton, _step_by_direction_torch,
-    "packed: uint8[N, row_bytes(K)]; remainder: int8[N, K]; values: real[N, K]; row_gain: "
-    "float32[N]?; column_gain: float32[K]? dense; key: int32[]; gain: int32[]; shift: int32[]; "
-    "limit: int32[]; ok: int32[]; flips: int64[]; radix; remainder_max; decay: int32[]?; "
-    "turn: int32[]?; nibble",
+    "packed: uint8[N, row_bytes(K)]; remainder: int8[N, K]; values: real[N, K]; "
+    "row_gain: float32[N]?; column_gain: float32[K]? dense; key, gain, shift, limit, ok: int32[]; "
+    "flips: int64[]; radix; remainder_max; decay, turn: int32[]?; nibble",
     native=_step_by_direction_native, where=(GAINS_BELONG,),
 )  # fmt: skip
 """Step a matrix of weights along a direction, in place, carrying between trit and remainder.

@@ -9,10 +9,9 @@ of the gradient.
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
 from arbcli.kernels.runtime.backend import count_tiles, row_chunks
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.update.hadamard import BLOCK_FITS, column_signs, mix_blocks, mixed_back
 from arbcli.kernels.update.quantise_gradient import NONE, NOT_FINITE, together
 

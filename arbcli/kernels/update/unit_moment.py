@@ -10,10 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import backend_of, count_tiles, tile_of_program
 from arbcli.kernels.runtime.merged import merge_launches
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def _unit_moment_torch(moment: Tensor, squares: Tensor, out: Tensor) -> None:

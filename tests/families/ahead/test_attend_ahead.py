@@ -10,7 +10,7 @@ from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.matmul.prepacked import prepack
 from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.case_generator import CaseGenerator
 
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 
@@ -36,7 +36,8 @@ def test_each_byte_has_the_bits_that_it_has_alone(
     """A product makes the average of a single byte, so products are compared."""
     qkv, keys, values, new, at, *table = drawn(rows, window, position, device)
     before, others = (keys.clone(), values.clone()), (*table, 1e-6, 16)
-    weight = prepack(random_packed(12, 128, 32, torch.Generator()).to(device), gated=False)
+    packed = CaseGenerator(0, device, torch.float32).packed(12, 128, 32, digits="trit")
+    weight = prepack(packed, gated=False)
     if rows_of_program is not None:
         monkeypatch.setattr(
             of_several, "rows_of_program", lambda *_, **__: min(rows_of_program, rows)

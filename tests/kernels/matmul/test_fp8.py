@@ -8,13 +8,12 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.fp8_grad_w import fp8_grad_w
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
-from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.quantise_rows import quantise_rows_verification
 
 
 def matrix(outputs: int, inputs: int, device: torch.device | str = "cpu") -> Packed:
-    generator = torch.Generator().manual_seed(0)
-    return random_packed(outputs, inputs, 32, generator, spread=2).to(device)
+    return CaseGenerator(0, device, torch.float32).packed(outputs, inputs, 32, 2, "trit")
 
 
 def product(x: torch.Tensor, packed: Packed, **options) -> torch.Tensor:

@@ -19,12 +19,12 @@ from arbcli.kernels.matmul.row_matmul import Tiling, row_matmul
 from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import (
     decode_digits_reference,
     digits_reference,
     scales_reference,
 )
-from arbcli.verify.kernels.codec.packed import ALL_DIGITS, random_packed
 from arbcli.verify.kernels.matmul.int8_matmul import int8_matmul_verification
 from arbcli.verify.kernels.matmul.prepacked import prepacked_reference
 
@@ -35,14 +35,15 @@ REFERENCES = {"trit": prepacked_reference, "all": int8_matmul_verification.refer
 
 
 def matrix(device, rows=20, in_features=328, group_size=32) -> Packed:
-    generator = torch.Generator().manual_seed(0)
-    return random_packed(rows, in_features, group_size, generator, spread=8).to(device)
+    return CaseGenerator(0, device, torch.float32).packed(rows, in_features, group_size, 8, "trit")
 
 
-def random_int8(rows, in_features, group_size, generator) -> Packed:
+def random_int8(rows, in_features, group_size, seed) -> Packed:
     """Draw a matrix of all digits with |z| up to 127."""
-    packed = random_packed(rows, in_features, group_size, generator, spread=8)
-    return ALL_DIGITS["four bits"]["packed"](packed)
+    rng = CaseGenerator(seed, torch.device("cpu"), torch.float32)
+    packed = rng.packed(rows, in_features, group_size, 8, "trit")
+    remainder = rng.integers(-128, 127, rows, in_features)
+    return packed._replace(remainder=remainder, radix=14, nibble=True)
 
 
 def draw(rows, in_features=328, *, device) -> torch.Tensor:
@@ -56,7 +57,7 @@ def row(device, in_features=328) -> torch.Tensor:
 
 def digits_of_many_scales(device, rows=22, in_features=328) -> Packed:
     """Draw weights of all digits whose exponents differ from row to row and group to group."""
-    packed = random_int8(rows, in_features, 32, torch.Generator().manual_seed(2))
+    packed = random_int8(rows, in_features, 32, seed=2)
     packed.exponent.add_(torch.arange(packed.exponent.numel()).view_as(packed.exponent) % 7)
     return packed.map(lambda part: part.to(device))
 
@@ -120,7 +121,8 @@ def test_a_row_has_the_same_bits_among_any_others_in_loops(dtype, digits):
     generator = torch.Generator().manual_seed(0)
     weight, multiply = prepack(matrix("cpu", 22, 168), True), prepacked_rows
     if digits == "all":
-        weight = prepack_in_lanes(random_int8(22, 168, 32, generator), True)
+        integers = random_int8(22, 168, 32, seed=0)
+        weight = prepack_in_lanes(integers, True)
         multiply = int8_matmul
     x = torch.randn(265, 168, generator=generator).to(dtype)
     added = torch.randn(265, 11, generator=generator).to(dtype)
@@ -129,7 +131,7 @@ def test_a_row_has_the_same_bits_among_any_others_in_loops(dtype, digits):
         for rows in (slice(0, 1), slice(0, 6), slice(254, 262), slice(264, 265)):
             assert torch.equal(multiply(x[rows], weight, 1e-6, added[rows]), every[rows])
     if digits == "all":
-        weight = prepack_int8(random_int8(22, 168, 32, generator.manual_seed(0)), True)
+        weight = prepack_int8(integers, True)
     other = REFERENCES[digits](x, *weight, 1e-6, added, torch.float32)
     error = (every.double() - other).norm() / other.norm()
     assert error < (5e-5 if dtype == torch.float32 else 5e-3)  # activations of 16 bits, and bf16
@@ -144,7 +146,7 @@ def test_loops_lay_a_matrix_out_as_torch_does(in_features, gated):
         expected = prepack(packed, gated)
     with use_backend("native"):
         assert torch.equal(prepack(packed, gated).pieces, expected.pieces)
-    digits = random_int8(22, in_features, 64, torch.Generator().manual_seed(0))
+    digits = random_int8(22, in_features, 64, seed=0)
     expected, by_loops = permute_lanes(prepack_int8(digits, gated)), prepack_in_lanes(digits, gated)
     assert torch.equal(by_loops.pieces, expected.pieces)
     assert torch.equal(by_loops.scales, expected.scales)

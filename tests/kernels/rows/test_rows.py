@@ -14,7 +14,7 @@ from arbcli.kernels.rows.weighted_rows import (
     weighted_rows_grad_weights,
 )
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packing import pack_trits_reference
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
@@ -30,8 +30,7 @@ def small_table(device):
 
 
 def table(rows, dim, device, group_size=32, spread=4):
-    generator = torch.Generator().manual_seed(0)
-    return random_packed(rows, dim, group_size, generator, spread=spread).to(device)
+    return CaseGenerator(0, device, torch.float32).packed(rows, dim, group_size, spread, "trit")
 
 
 def drawn(*shape, device, seed=0):

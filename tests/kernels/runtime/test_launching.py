@@ -31,7 +31,7 @@ from arbcli.kernels.runtime.merged import (
 from arbcli.kernels.runtime.overlap import overlap_options, overlapping
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
-from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.blend_moment import blend_moment_verification
 from arbcli.verify.kernels.update.step_scales import step_scales_verification
 
@@ -95,8 +95,8 @@ def test_launches_overlap_only_if_requested_and_on_a_gpu_that_can(monkeypatch):
 
 
 def test_weights_are_written_before_they_may_be_read_without_a_wait(monkeypatch):
-    waits, generator = [], torch.Generator().manual_seed(0)
-    packed = random_packed(16, 64, 32, generator)
+    rng, waits = CaseGenerator(0, torch.device("cpu"), torch.float32), []
+    packed = rng.packed(16, 64, 32, digits="trit")
     digits = packed._replace(remainder=torch.zeros(16, 64, dtype=torch.int8), radix=64)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
@@ -211,15 +211,15 @@ def model(**options) -> LanguageModel:
 def test_replay_reads_the_current_values_of_tensors(threads, monkeypatch):
     monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    generator = torch.Generator().manual_seed(0)
-    first, second = (prepack(random_packed(*s, 32, generator, 4)) for s in ((96, 40), (56, 96)))
-    x, position = torch.randn(1, 40, generator=generator), torch.zeros((), dtype=torch.int32)
+    rng = CaseGenerator(0, torch.device("cpu"), torch.float32)
+    first, second = (prepack(rng.packed(*s, 32, 4, "trit")) for s in ((96, 40), (56, 96)))
+    x, position = torch.randn(1, 40), torch.zeros((), dtype=torch.int32)
     step = native.Recording()
     with step:
         y = prepacked_rows(prepacked_rows(x, first, 1e-6), second, 1e-6)
         count_on_(position, 1)
     for seed in range(5):
-        x.normal_(generator=generator.manual_seed(seed))
+        x.normal_(generator=rng.generator.manual_seed(seed))
         step.replay()
         assert torch.equal(y, prepacked_rows(prepacked_rows(x, first, 1e-6), second, 1e-6))
         assert position == seed + 2

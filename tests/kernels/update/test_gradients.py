@@ -10,7 +10,7 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update.add_slopes import add_slopes
 from arbcli.kernels.update.gradient_gains import UNSET, gradient_gains, slope_gain, statistic_value
 from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
-from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.gradient_gains import averaged_digits, statistic_value_reference
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
@@ -119,9 +119,8 @@ def test_statistic_value_decodes_every_pair_of_digits(device):
 
 
 def matrix(rows, columns, group_size, device):
-    generator = torch.Generator().manual_seed(rows)
-    packed = random_packed(rows, columns, group_size, generator, spread=1)
-    return packed._replace(fraction=None).to(device)
+    packed = CaseGenerator(rows, device, torch.float32).packed(rows, columns, group_size, 1, "trit")
+    return packed._replace(fraction=None)
 
 
 @each_backend

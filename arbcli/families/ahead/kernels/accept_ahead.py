@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from arbcli.families.ahead.config import MOST_AHEAD
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 
@@ -64,8 +63,8 @@ def _accept_ahead_triton(
 
 accept_ahead_ = Operation(
     "accept_ahead", _accept_ahead_triton, _accept_ahead_torch,
-    "ids: int64[M] dense; chosen: int64[M] dense; rows: real[M, D] dense; last: real[D] dense; "
-    "position: int32[]; positions: int32[M] dense; accepted: int32[2] dense",
+    "ids, chosen: int64[M] dense; rows: real[M, D] dense; last: real[D] dense; position: int32[]; "
+    "positions: int32[M] dense; accepted: int32[2] dense",
     where=(f"1 <= M <= {MOST_AHEAD}",),
 )  # fmt: skip
 """Accept the bytes that equal their proposals, and the first one that differs, in place.

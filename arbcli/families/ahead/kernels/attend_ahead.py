@@ -46,10 +46,9 @@ from arbcli.kernels.attention.attend_parts import (
 )
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.kernels.runtime import ptx
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import backend_of, num_processors
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 
@@ -416,9 +415,8 @@ _FIT = (f"1 <= M <= {MOST_AHEAD}", "M <= W", "D % 2 == 0")
 _check_turn = compiled_check(
     "attend_in_turn",
     declared(
-        "qkv: real[M, 3, H, D] dense; keys: real[H, W, D] dense; values: real[H, W, D] dense; "
-        "new: real[2, M, H, D] dense; position: int32[]; cos: float32[P, D // 2] dense; "
-        "sin: float32[P, D // 2] dense"
+        "qkv: real[M, 3, H, D] dense; keys, values: real[H, W, D] dense; "
+        "new: real[2, M, H, D] dense; position: int32[]; cos, sin: float32[P, D // 2] dense"
     ),
     _FIT,
 )
@@ -512,9 +510,8 @@ def keep_accepted_(table: Table, position: Tensor, accepted: Tensor) -> None:
 
 attend_ahead = Operation(
     "attend_ahead", _attend_ahead_triton, _attend_ahead_torch,
-    "qkv: bfloat16[M, 3, H, D] dense; keys: bfloat16[H, W, D] dense; "
-    "values: bfloat16[H, W, D] dense; new: bfloat16[2, M, H, D] dense; position: int32[]; "
-    "cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; eps; max_parts",
+    "qkv: bfloat16[M, 3, H, D] dense; keys, values: bfloat16[H, W, D] dense; new: bfloat16[2, M, "
+    "H, D] dense; position: int32[]; cos, sin: float32[P, D // 2] dense; eps; max_parts",
     where=(*_FIT, "M > 1", f"D in {WIDTHS}", ALIGNED),
 )  # fmt: skip
 """Attend from several new bytes; each head is computed in parts and averaged.
@@ -553,6 +550,5 @@ def _take_one_pair(run: Callable[[Table, Tensor, Tensor], None]) -> Callable:
 KEEP_ACCEPTED = Operation(
     "keep_accepted", _take_one_pair(_keep_accepted_triton),
     _take_one_pair(lambda table, *arguments: _keep_accepted_torch(table.rings, *arguments)),
-    "keys: real[H, W, D] dense; values: real[H, W, D] dense; new: real[2, M, H, D] dense; "
-    "position: int32[]; accepted: int32[]",
+    "keys, values: real[H, W, D] dense; new: real[2, M, H, D] dense; position, accepted: int32[]",
 )  # fmt: skip

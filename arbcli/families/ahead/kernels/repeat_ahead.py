@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from arbcli.families.ahead.config import MOST_AHEAD
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 MOST_EQUAL = tl.constexpr(16)

@@ -5,9 +5,8 @@ from torch import Tensor
 
 from arbcli.families.ahead.kernels.attend_ahead import KEEP_ACCEPTED, MOST_AHEAD, attend_ahead
 from arbcli.kernels.attention.attend_parts import MOST_PARTS, WIDTHS, sharing
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.attend_parts import attend_parts_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def attend_ahead_reference(

@@ -19,8 +19,7 @@ from torch.nn import functional
 from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.attention.eight_bits import ROOM, quantise_entries, quantise_halves
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.texts import text_by_text
 
 SHARED = (4, 6, 7)
@@ -230,14 +229,14 @@ APPEND_POSITION = Operation(
     "append_position", _append_position_triton, _append_position_torch,
     "new: real[*T, 3, G, D] dense; recent: real[*T, W, G, D] dense; entries: real[*T, E, G, D] "
     "dense; opened: real[*T, 2, M, G * D] dense; beta: float32[G * D, M] dense; position: "
-    "int32[*T] dense; cos: float32[P, D // 2] dense; sin: float32[P, D // 2] dense; eps",
+    "int32[*T] dense; cos, sin: float32[P, D // 2] dense; eps",
     where=_WHERE,
 )  # fmt: skip
 APPEND_POSITION_8BIT = Operation(
     "append_position_8bit", _append_position_triton, _append_position_torch,
-    "new: real[*T, 3, G, D] dense; recent: float8_e4m3fn|int8[*T, W, G, D] dense; entries: "
-    "float8_e4m3fn|int8[*T, E, G, D] dense; opened: real[*T, 2, M, G * D] dense; beta: float32[G * "
-    "D, M] dense; position: int32[*T] dense; cos: float32[P, D // 2] dense; sin: float32[P, D // "
-    "2] dense; eps; recent_exponents: int8[*T, W, G] dense; entry_exponents: int8[*T, E, G] dense",
+    "new: real[*T, 3, G, D] dense; recent: float8_e4m3fn|int8[*T, W, G, D] dense; "
+    "entries: float8_e4m3fn|int8[*T, E, G, D] dense; opened: real[*T, 2, M, G * D] dense; "
+    "beta: float32[G * D, M] dense; position: int32[*T] dense; cos, sin: float32[P, D // 2] dense; "
+    "eps; recent_exponents: int8[*T, W, G] dense; entry_exponents: int8[*T, E, G] dense",
     where=(*_WHERE, "recent.dtype == entries.dtype"),
 )  # fmt: skip

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from arbcli.kernels.attention.rotary_norm import dense_heads
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 ELEMENTS = 1 << 24
 """Maximum number of scores that are computed at once."""

@@ -22,8 +22,7 @@ from arbcli.families.compressed.kernels.choose_entries import store_best
 from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.codec.decode_digits import from_e4m3
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, to_e4m3
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.texts import text_by_text
 
 SHARED = (5, 6)
@@ -154,9 +153,9 @@ def _choose_next_triton(
 
 choose_next_ = Operation(
     "choose_next", _choose_next_triton, _choose_next_torch,
-    "query: real[*T, Q] dense; key: real[*T, D] dense; keys: float32|bfloat16|float8_e4m3fn[*T, E, "
-    "D] dense; choice: int32[*T, K] dense; position: int32[*T] dense; cos: float32[P, D // 2] "
-    "dense; sin: float32[P, D // 2] dense; m; max_entries; eps",
+    "query: real[*T, Q] dense; key: real[*T, D] dense; "
+    "keys: float32|bfloat16|float8_e4m3fn[*T, E, D] dense; choice: int32[*T, K] dense; "
+    "position: int32[*T] dense; cos, sin: float32[P, D // 2] dense; m; max_entries; eps",
     where=(
         "len(T) < 2", "E > 0", "D % 2 == 0", "Q % (D + 1) == 0",
         "keys.dtype in (query.dtype, torch.float8_e4m3fn)",

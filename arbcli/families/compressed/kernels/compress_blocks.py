@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention import rotary_norm as rotary
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def _compress_blocks_torch(
@@ -206,8 +205,7 @@ def _compress_blocks_backward_triton(
 _WHERE = ("X % (6 * heads) == 0", "T > 0 and M > 0")
 compress_blocks = Operation(
     "compress_blocks", _compress_blocks_triton, _compress_blocks_torch,
-    "x: real[B, T, X]; beta: float32[X // 3, M]; cos: float32[T, X // 6 // heads]; "
-    "sin: float32[T, X // 6 // heads]; heads; eps",
+    "x: real[B, T, X]; beta: float32[X // 3, M]; cos, sin: float32[T, X // 6 // heads]; heads; eps",
     where=_WHERE,
 )  # fmt: skip
 """Compute the normalised bytes and the pooled entries of a text that starts at position 0.
@@ -226,9 +224,9 @@ Returns:
 """
 compress_blocks_backward = Operation(
     "compress_blocks_backward", _compress_blocks_backward_triton, _compress_blocks_backward_torch,
-    "grad_recent: any_real[B, T, heads, X // 3 // heads]; grad_entries: any_real[B, T // M, heads, "
-    "X // 3 // heads]; x: real[B, T, X]; beta: float32[X // 3, M]; cos: float32[T, X // 6 // "
-    "heads]; sin: float32[T, X // 6 // heads]; heads; eps",
+    "grad_recent: any_real[B, T, heads, X // 3 // heads]; "
+    "grad_entries: any_real[B, T // M, heads, X // 3 // heads]; x: real[B, T, X]; "
+    "beta: float32[X // 3, M]; cos, sin: float32[T, X // 6 // heads]; heads; eps",
     where=_WHERE,
 )  # fmt: skip
 """Propagate gradients back through `compress_blocks`.

@@ -27,9 +27,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention import rotary_norm as rotary
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 class Sight(NamedTuple):
@@ -430,9 +429,8 @@ ATTENTION_WHERE = (
 
 compressed_attention = Operation(
     "compressed_attention", _compressed_attention_triton, _compressed_attention_torch,
-    "x: real[B, T, H, D]; recent: real[B, S, G, D]; entries: real[B, E, G, D]; "
-    "chosen: int32[B, len(sight.groups(T)), K]?; sink: float32[H]; cos: float32[T, D // 2]; "
-    "sin: float32[T, D // 2]; sight; eps",
+    "x: real[B, T, H, D]; recent: real[B, S, G, D]; entries: real[B, E, G, D]; chosen: int32[B, "
+    "len(sight.groups(T)), K]?; sink: float32[H]; cos, sin: float32[T, D // 2]; sight; eps",
     where=ATTENTION_WHERE,
 )  # fmt: skip
 """Attend with queries at consecutive positions from `sight.start` on.

@@ -31,8 +31,7 @@ from arbcli.families.compressed.kernels.compressed_attention import (
 )
 from arbcli.families.compressed.kernels.sum_choices import sum_choices
 from arbcli.kernels.attention import rotary_norm as rotary
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def _compressed_attention_backward_torch(
@@ -302,9 +301,9 @@ def _compressed_attention_backward_triton(
 compressed_attention_backward = Operation(
     "compressed_attention_backward", _compressed_attention_backward_triton,
     _compressed_attention_backward_torch,
-    "grad_y: real[B, T, H, D]; y: real[B, T, H, D]; logs: float32[B, T, H]; x: real[B, T, H, D]; "
-    "recent: real[B, S, G, D]; entries: real[B, E, G, D]; chosen: int32[B, len(sight.groups(T)), "
-    "K]?; sink: float32[H]; cos: float32[T, D // 2]; sin: float32[T, D // 2]; sight; eps",
+    "grad_y, y: real[B, T, H, D]; logs: float32[B, T, H]; x: real[B, T, H, D]; recent: real[B, S, "
+    "G, D]; entries: real[B, E, G, D]; chosen: int32[B, len(sight.groups(T)), K]?; sink: "
+    "float32[H]; cos, sin: float32[T, D // 2]; sight; eps",
     where=ATTENTION_WHERE,
 )  # fmt: skip
 """Propagate a gradient back through `compressed_attention`.

@@ -22,8 +22,7 @@ from arbcli.families.compressed.kernels.compressed_attention import load_vectors
 from arbcli.kernels.attention import rotary_norm as rotary
 from arbcli.kernels.attention.eight_bits import decode_entries, numbers_of, scale_of_entry
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.texts import text_by_text
 
 SLOTS = 32
@@ -178,9 +177,9 @@ decode_compressed = Operation(
     "decode_compressed", _decode_compressed_triton, _decode_compressed_torch,
     "x: real[*T, H, D] dense; recent: float32|bfloat16|float8_e4m3fn|int8[*T, W, G, D] dense; "
     "entries: float32|bfloat16|float8_e4m3fn|int8[*T, E, G, D] dense; choice: int32[*T, K]? dense; "
-    "sink: float32[H] dense; position: int32[*T] dense; cos: float32[P, D // 2] dense; "
-    "sin: float32[P, D // 2] dense; semaphores: int32[*T, H] dense; m; max_entries; eps; "
-    "recent_exponents: int8[*T, W, G]? dense; entry_exponents: int8[*T, E, G]? dense",
+    "sink: float32[H] dense; position: int32[*T] dense; cos, sin: float32[P, D // 2] dense; "
+    "semaphores: int32[*T, H] dense; m; max_entries; eps; recent_exponents: int8[*T, W, G]? dense; "
+    "entry_exponents: int8[*T, E, G]? dense",
     where=(
         "len(T) < 2", "D % 2 == 0", "G > 0 and H % G == 0", "recent.dtype == entries.dtype",
         "(recent_exponents is None) == (entry_exponents is None)",

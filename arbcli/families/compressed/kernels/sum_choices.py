@@ -9,9 +9,8 @@ entry's groups in their order, and the sum is bitwise deterministic, unlike atom
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import TensorOptions
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def _sum_choices_torch(x: Tensor, chosen: Tensor, entries: int) -> Tensor:

@@ -6,13 +6,12 @@ from torch import Tensor
 from arbcli.families.compressed.kernels import append_position
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.kernels.runtime.texts import text_by_text
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.eight_bits import (
     decode_entries_reference,
     round_entries_reference,
 )
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, float32_sums
 
 
 @text_by_text(5, *append_position.SHARED)
@@ -79,10 +78,8 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 append_position_verification = Verification(
-    append_position.APPEND_POSITION, append_position_reference, gate=Gate(
-        relative=1e-5, peer_slack=0.1,
-        reason="float32 sums over a block; in bf16 no worse than torch by 10 %"
-    ),
+    append_position.APPEND_POSITION, append_position_reference,
+    gate=float32_sums("over a block", "no worse than torch by 10 %"),
     compared=("recent", "entries", "opened"), draw=_draw, torch_is_peer=True, needs_rows=False,
 )  # fmt: skip
 append_position_8bit_verification = Verification(

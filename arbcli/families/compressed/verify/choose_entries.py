@@ -5,8 +5,7 @@ from torch import Tensor
 
 from arbcli.families.compressed.kernels.choose_entries import choose_entries
 from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Verification
+from arbcli.verify.verification import CaseGenerator, Verification
 
 
 def choose_entries_reference(

@@ -6,10 +6,9 @@ from torch import Tensor
 from arbcli.families.compressed.kernels.choose_next import SHARED, choose_next_
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.kernels.runtime.texts import text_by_text
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
 from arbcli.verify.kernels.matmul.quantise_rows import round_e4m3_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 @text_by_text(4, *SHARED)

@@ -8,9 +8,8 @@ from arbcli.families.compressed.kernels.compress_blocks import (
     compress_blocks_backward,
     grad_beta,
 )
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.verification import Gate, Verification, gradients_of
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, gradients_of
 
 
 def compress_blocks_reference(

@@ -8,9 +8,8 @@ from torch.nn import functional
 
 from arbcli.families.compressed.kernels.compressed_attention import Sight, compressed_attention
 from arbcli.kernels.runtime.arguments import normals
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def compressed_attention_reference(

@@ -10,9 +10,8 @@ from arbcli.families.compressed.kernels.compressed_attention_backward import (
     compressed_attention_backward,
 )
 from arbcli.families.compressed.verify import compressed_attention
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
-from arbcli.verify.verification import Gate, Verification, gradients_of
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, gradients_of
 
 
 def rounded_attention_gradients(*inputs: Any) -> tuple[Tensor, ...]:

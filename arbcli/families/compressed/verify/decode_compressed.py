@@ -9,10 +9,9 @@ from arbcli.kernels.attention.eight_bits import quantise_entries
 from arbcli.kernels.runtime.arguments import normals
 from arbcli.kernels.runtime.texts import text_by_text
 from arbcli.model.parts.cached import FORMATS
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.eight_bits import decode_entries_reference
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Verification, float32_sums
 
 
 @text_by_text(5, *SHARED)
@@ -82,8 +81,6 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 decode_compressed_verification = Verification(
     decode_compressed, decode_compressed_reference,
-    gate=Gate(
-        relative=1e-5, peer_slack=0.1, reason="float32 sums; in bf16 no worse than torch by 10 %"
-    ),
+    gate=float32_sums("", "no worse than torch by 10 %"),
     compared=("semaphores",), draw=_draw, torch_is_peer=True, needs_rows=False,
 )  # fmt: skip

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.families.compressed.kernels.sum_choices import sum_choices
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def sum_choices_reference(x: Tensor, chosen: Tensor, entries: int) -> Tensor:

@@ -9,8 +9,7 @@ Without gates, the sum is also the backward of the dispatch, which copies a toke
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 MOST_SLOTS = 16
 """Maximum number of slots per token; a program loads from all of them at once."""

@@ -8,8 +8,7 @@ from arbcli.families.experts.kernels.expert_combine import (
     expert_combine,
     expert_combine_backward,
 )
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Verification, float32_sums
 
 
 def expert_combine_reference(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
@@ -28,10 +27,7 @@ def expert_combine_backward_reference(
     return grad_values, torch.einsum("md,mjd->mj", grad_y.double(), values.double()[positions])
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1, rounded=True,
-    reason="float32 sums of up to thousands of products; in bf16 no worse than one rounding",
-)  # fmt: skip
+_GATE = float32_sums("of up to thousands of products")
 
 
 def _draw_slots(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.families.experts.kernels.grouped_matmul import grouped_grad_w, grouped_matmul
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Verification, float32_sums
 
 
 def grouped_matmul_reference(
@@ -31,10 +30,7 @@ def grouped_grad_w_reference(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tenso
     return torch.stack(grad_w)
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1,
-    reason="float32 sums of hundreds of products; in bf16 no worse than torch's product by 10 %",
-)  # fmt: skip
+_GATE = float32_sums("of hundreds of products", "no worse than torch's product by 10 %")
 
 
 def _bounds(rng: CaseGenerator, slots: int) -> Tensor:

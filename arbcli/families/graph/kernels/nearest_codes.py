@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 MOST_WIDTH = 2**15
 """Maximum width of vectors: 3 * 128**2 times it is below 2**31."""

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.families.graph.kernels.nearest_codes import nearest_codes
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Verification
+from arbcli.verify.verification import CaseGenerator, Verification
 
 
 def nearest_codes_reference(q: Tensor, codes: Tensor) -> Tensor:

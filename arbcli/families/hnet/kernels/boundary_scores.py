@@ -12,8 +12,7 @@ https://arxiv.org/abs/2507.07955, eq. 4.
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 WIDE = 4096
 """Largest block of a row for four warps: with wider ones the compiler takes minutes, and spills."""

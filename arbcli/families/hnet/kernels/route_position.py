@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.families.hnet.kernels.boundary_scores import TINY
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.conditions import tell_condition
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import text_by_text
 
@@ -245,8 +244,8 @@ Returns:
 """
 take_chunk_ = Operation(
     "take_chunk", _take_chunk_triton, _take_chunk_torch,
-    "z: real[*T, D] dense; p: float32[*T, 1] dense; residual: real[*T, D] dense; mean: float32[*T, "
-    "D] dense; y: real[*T, D] dense; position: int32[*T]? dense; begins: int32[*T]? dense",
+    "z: real[*T, D] dense; p: float32[*T, 1] dense; residual: real[*T, D] dense; "
+    "mean: float32[*T, D] dense; y: real[*T, D] dense; position, begins: int32[*T]? dense",
     where=("len(T) < 2", "begins is None or len(T) == 1"),
 )  # fmt: skip
 """Update the running mean with the inner network's output for a chunk at the last position.

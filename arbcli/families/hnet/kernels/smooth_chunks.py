@@ -15,8 +15,7 @@ https://arxiv.org/abs/2507.07955, eq. 5.
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def _smooth_chunks_torch(z: Tensor, p: Tensor) -> Tensor:

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from arbcli.families.hnet.kernels.route_position import ROUTERS, route_position_, take_chunk_
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification, filled
+from arbcli.verify.verification import CaseGenerator, Verification, filled, float32_sums
 
 
 @text_by_text(7)
@@ -60,10 +59,7 @@ def take_chunk_reference(
     return y, mean, position + (1 if one or begins is None else begins)
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1,
-    reason="float32 sums over a row; in bf16 one rounding, as torch has",
-)  # fmt: skip
+_GATE = float32_sums("over a row", "one rounding, as torch has")
 
 
 def _routed(inputs: tuple, results: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks, smooth_chunks_backward
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification, gradients_of
+from arbcli.verify.verification import CaseGenerator, Verification, float32_sums, gradients_of
 
 
 def smooth_chunks_reference(z: Tensor, p: Tensor) -> Tensor:
@@ -16,10 +15,7 @@ def smooth_chunks_reference(z: Tensor, p: Tensor) -> Tensor:
     return torch.stack(means, dim=1) if means else torch.zeros_like(z)
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1, rounded=True,
-    reason="float32 sums over chunks and columns; in bf16 no worse than one rounding",
-)  # fmt: skip
+_GATE = float32_sums("over chunks and columns")
 
 
 def _draw_shares(rng: CaseGenerator, *shape: int) -> Tensor:

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention.rotary_norm import load_angles, load_halves, rotate, store_halves
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import text_by_text
 
@@ -172,7 +171,7 @@ decode_latent = Operation(
     "decode_latent", _decode_latent_triton, _decode_latent_torch,
     "row: real[*T, Q] dense; up: real[2 * (Q - L - R) - H * R, L] dense; latent: real[*T, W, L] "
     "dense; rotated: real[*T, W, R] dense; lengths: float32[*T, W, H] dense; position: int32[*T] "
-    "dense; cos: float32[P, R // 2] dense; sin: float32[P, R // 2] dense; scale; eps",
+    "dense; cos, sin: float32[P, R // 2] dense; scale; eps",
     where=(
         "len(T) < 2", "W > 0 and H > 0", "R % 2 == 0 and R > 0",
         "(Q - L - R) % H == 0 and R * H <= Q - L - R",

@@ -5,9 +5,8 @@ from torch import Tensor
 
 from arbcli.families.latent.kernels.decode_latent import SHARED, decode_latent
 from arbcli.kernels.runtime.texts import text_by_text
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Verification, float32_sums
 
 
 @text_by_text(5, *SHARED)
@@ -63,10 +62,8 @@ def _draw_rings(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> 
 
 
 decode_latent_verification = Verification(
-    decode_latent, decode_latent_reference, gate=Gate(
-        relative=1e-5, peer_slack=0.1,
-        reason="float32 sums of up to 512 products; in bf16 no worse than torch's by 10 %"
-    ),
+    decode_latent, decode_latent_reference,
+    gate=float32_sums("of up to 512 products", "no worse than torch's by 10 %"),
     compared=("latent", "rotated", "lengths"), draw=_draw_rings, torch_is_peer=True,
     needs_rows=False,
 )  # fmt: skip

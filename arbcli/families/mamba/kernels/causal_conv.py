@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 MOST_TAPS = 8
 
@@ -117,7 +116,7 @@ Returns:
 """
 causal_conv_grad_w = Operation(
     "causal_conv_grad_w", _causal_conv_grad_w_triton, _causal_conv_grad_w_torch,
-    "grad_y: real[B, T, D]; x: real[B, T, D]; taps",
+    "grad_y, x: real[B, T, D]; taps",
     where=(f"0 < taps <= {MOST_TAPS}",),
 )  # fmt: skip
 """Compute the gradient of the taps of `causal_conv`, (D, W) float32.

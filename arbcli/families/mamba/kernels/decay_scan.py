@@ -16,8 +16,7 @@ Source: T. Dao and A. Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 PIECE = 64
 """Positions that are computed together."""
@@ -111,7 +110,7 @@ def _decay_scan_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool
 
 decay_scan = Operation(
     "decay_scan", _decay_scan_triton, _decay_scan_torch,
-    "q: real[B, T, H, N]; k: real[B, T, H, N]; v: real[B, T, H, P]; g: float32[B, T, H]; reverse",
+    "q, k: real[B, T, H, N]; v: real[B, T, H, P]; g: float32[B, T, H]; reverse",
 )  # fmt: skip
 """Compute linear attention with decay.
 

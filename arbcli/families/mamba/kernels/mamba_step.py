@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import text_by_text
 
@@ -143,8 +142,7 @@ mamba_step = Operation(
     "mamba_step", _mamba_step_triton, _mamba_step_torch,
     "rows: real[*X, 2 * H * P + 2 * N + H] dense; ring: real[*X, W, H * P + 2 * N] dense; "
     "state: float32[*X, H, N, P] dense; taps: float32[H * P + 2 * N, W] dense; "
-    "rate: float32[H] dense; bias: float32[H] dense; skip: float32[H] dense; "
-    "position: int32[*X] dense; active: int32[*X]? dense",
+    "rate, bias, skip: float32[H] dense; position: int32[*X] dense; active: int32[*X]? dense",
     where=("len(X) < 2", "W > 0 and W & (W - 1) == 0"),
 )  # fmt: skip
 """Compute one position of a block, from its first projection to the input of its norm.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.families.mamba.kernels.causal_conv import causal_conv, causal_conv_grad_w
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import Verification, float32_sums
 
 
 def causal_conv_reference(x: Tensor, w: Tensor, reverse: bool) -> Tensor:
@@ -29,10 +29,7 @@ def causal_conv_grad_w_reference(grad_y: Tensor, x: Tensor, taps: int) -> Tensor
     return grad
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1, rounded=True,
-    reason="float32 sums over taps, or over the sequence; in bf16 no worse than one rounding",
-)  # fmt: skip
+_GATE = float32_sums("over taps, or over the sequence")
 
 causal_conv_verification = Verification(
     causal_conv, causal_conv_reference, gate=_GATE, shapes=((0, 1, 5),),

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.families.mamba.kernels.decay_scan import decay_scan
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification, filled
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, filled
 
 
 def decay_scan_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool) -> Tensor:

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from arbcli.families.mamba.kernels.mamba_step import SHARED, mamba_step
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Verification, float32_sums
 
 
 @text_by_text(7, *SHARED)
@@ -78,9 +77,6 @@ def _extreme_steps(rows: Tensor) -> Tensor:
 mamba_step_verification = Verification(
     mamba_step, mamba_step_reference,
     changed={"extreme steps": {"rows": _extreme_steps}},
-    gate=Gate(
-        relative=1e-5, peer_slack=0.1,
-        reason="float32 sums over states; in bf16 one rounding, as torch has"
-    ),
+    gate=float32_sums("over states", "one rounding, as torch has"),
     compared=("ring", "state"), draw=_draw, torch_is_peer=True,
 )  # fmt: skip

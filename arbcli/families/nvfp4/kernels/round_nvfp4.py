@@ -18,8 +18,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import from_e4m3
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, to_e4m3
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 BLOCK = 16
 """Columns per scale."""

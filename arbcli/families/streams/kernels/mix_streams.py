@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from arbcli.families.streams.kernels.stream_weights import STREAMS
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import TensorOptions
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
 def mix_streams_torch(

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.norm.gated_rms_norm import sigmoid
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 ROUNDS = 20
 SHIFT = 2.0

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from arbcli.families.streams.kernels.mix_streams import mix_streams, mix_streams_backward
 from arbcli.families.streams.kernels.stream_weights import STREAMS
-from arbcli.verify.verification import Gate, Verification, gradients_of
+from arbcli.verify.verification import Verification, float32_sums, gradients_of
 
 
 def mix_streams_reference(
@@ -18,10 +18,7 @@ def mix_streams_reference(
     return y
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1, rounded=True,
-    reason="float32 sums over streams and columns; in bf16 no worse than one rounding",
-)  # fmt: skip
+_GATE = float32_sums("over streams and columns")
 _SIZES = {"S": STREAMS, "R": STREAMS}
 
 mix_streams_verification = Verification(

@@ -12,8 +12,7 @@ from torch import Tensor
 from arbcli.kernels.codec import packing
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 SCALE_THRESHOLD = 4
 
@@ -104,7 +103,7 @@ def _cast_trit_votes_triton(
 cast_trit_votes = Operation(
     "cast_trit_votes", _cast_trit_votes_triton, _cast_trit_votes_torch,
     "packed: uint8[N, row_bytes(K)]; votes: int8[N, K]; grad: float32|bfloat16|int8[N, K]; "
-    "ok: int32[]; threshold: int32[]; held: bool[N, K]?",
+    "ok, threshold: int32[]; held: bool[N, K]?",
 )  # fmt: skip
 """Add votes to every trit of a matrix, and move those whose votes reach a threshold, in place.
 

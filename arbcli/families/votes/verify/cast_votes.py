@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from arbcli.families.votes.kernels.cast_votes import cast_trit_votes
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packing import pack_trits_reference, unpack_trits_reference
-from arbcli.verify.verification import REFUSED, Verification, filled
+from arbcli.verify.verification import REFUSED, CaseGenerator, Verification, filled
 
 
 def cast_trit_votes_reference(

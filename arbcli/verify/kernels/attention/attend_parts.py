@@ -10,9 +10,8 @@ from arbcli.kernels.attention.attend_parts import (
     attend_parts,
     sharing,
 )
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.decode_attention import rotated_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def attend_parts_reference(

@@ -10,8 +10,7 @@ from arbcli.kernels.attention.causal_attention_backward import (
     causal_attention_backward,
     flash_attention_backward,
 )
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification, gradients_of
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, gradients_of
 
 
 def causal_attention_float64(

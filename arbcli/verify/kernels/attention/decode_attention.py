@@ -11,13 +11,12 @@ from arbcli.kernels.attention import decode_attention
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.kernels.runtime.texts import text_by_text
 from arbcli.model.parts.cached import FORMATS
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.eight_bits import (
     decode_entries_reference,
     round_entries_reference,
 )
 from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, float32_sums
 
 
 @text_by_text(3, *decode_attention.SHARED)
@@ -98,10 +97,7 @@ def _draw_8bit(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> t
 
 decode_attention_verification = Verification(
     decode_attention.DECODE_ATTENTION, decode_attention_reference, shapes=((1, 2100, 1),),
-    gate=Gate(
-        relative=1e-5, peer_slack=0.1,
-        reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %"
-    ),
+    gate=float32_sums("of up to 5000 values", "no worse than torch's attention by 10 %"),
     compared=("keys", "values", "semaphores"), draw=_draw, torch_is_peer=True, needs_rows=False,
     library=lambda qkv, keys, values, *_: partial(
         functional.scaled_dot_product_attention, qkv[None, 0, :, None], keys[None], values[None]

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention.dropped_attention import dropped_attention, dropped_attention_backward
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.causal_attention_backward import (
     GATE,
     causal_attention_float64,
@@ -15,7 +14,7 @@ from arbcli.verify.kernels.attention.causal_attention_backward import (
     rounded_causal_gradients,
 )
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
-from arbcli.verify.verification import Verification, gradients_of
+from arbcli.verify.verification import CaseGenerator, Verification, gradients_of
 
 
 def _factors(q: Tensor, key: Tensor, rate: float) -> Tensor:

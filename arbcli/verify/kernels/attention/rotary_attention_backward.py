@@ -5,7 +5,6 @@ from torch import Tensor
 
 from arbcli.kernels.attention.rotary_attention_backward import rotary_attention_backward
 from arbcli.kernels.attention.rotary_norm import unpack_qkv
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.causal_attention_backward import (
     causal_attention_backward_reference,
     causal_attention_float64,
@@ -15,7 +14,7 @@ from arbcli.verify.kernels.attention.rotary_norm import (
     rotary_norm_backward_reference,
     rotary_norm_verification,
 )
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 EPS = 1e-6
 

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.rotary_heads import no_gains, rotary_heads, rotary_heads_backward
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Verification, float32_sums
 
 
 def rotary_heads_reference(
@@ -39,10 +38,7 @@ def rotary_heads_backward_reference(
     return grad_sources[0], no_gains(qkv) if g is None else grad_sources[1]
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1, rounded=True,
-    reason="float32 sums of squares, and over all heads; in bf16 no worse than one rounding",
-)  # fmt: skip
+_GATE = float32_sums("of squares, and over all heads")
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Verification, float32_sums
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -48,10 +47,7 @@ def rotary_norm_backward_reference(
     return torch.cat([rotated, grad[:, :, 2:]], dim=2)
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1, rounded=True,
-    reason="float32 sums of at most 128 squares; in bf16 no worse than one rounding",
-)  # fmt: skip
+_GATE = float32_sums("of at most 128 squares")
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:

@@ -9,10 +9,9 @@ from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.decode_weights import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import rounded_float32
 from arbcli.verify.kernels.codec.decode_weight import decode_weight_verification
-from arbcli.verify.verification import Verification
+from arbcli.verify.verification import CaseGenerator, Verification
 
 
 def _one_by_one(decode: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:

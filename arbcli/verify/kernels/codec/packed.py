@@ -1,26 +1,12 @@
-"""References and random inputs for `arbcli.kernels.codec.packed`."""
+"""Changed cases of operations with packed matrices: see `arbcli.kernels.codec.packed`."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from arbcli.kernels.codec import packed as codec
-from arbcli.kernels.codec.layout import LARGEST_BYTE, row_bytes
-
-
-def random_packed(
-    rows: int, in_features: int, group_size: int, generator: torch.Generator, spread: int = 127
-) -> codec.Packed:
-    """Draw packed trits, E and F on the generator's device; E is within `spread` of -1."""
-    draw = partial(torch.randint, generator=generator, device=generator.device)
-    trits = draw(0, LARGEST_BYTE + 1, (rows, row_bytes(in_features)), dtype=torch.uint8)
-    shape = (rows, codec.num_groups(in_features, group_size))
-    low, high = max(codec.LOWEST_EXPONENT, -1 - spread), min(codec.HIGHEST_EXPONENT, spread - 1)
-    exponent = draw(low, high + 1, shape, dtype=torch.int8)
-    fraction = draw(0, codec.OCTAVE, shape, dtype=torch.int8)
-    return codec.Packed(trits, exponent, fraction, in_features, group_size)
+from arbcli.kernels.codec.layout import LARGEST_BYTE
 
 
 def _set_octave(exponent: int) -> Callable[[codec.Packed], codec.Packed]:

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from arbcli.kernels.matmul.fp8_grad_w import fp8_grad_w
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.transpose_quantised import (
     draw_quantised,
     transpose_quantised_reference,
 )
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def fp8_grad_w_reference(

@@ -10,10 +10,9 @@ from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE, fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_e4m3 import decode_e4m3_reference, decode_e4m3_verification
 from arbcli.verify.kernels.matmul.quantise_rows import quantise_rows_verification
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def fp8_matmul_reference(

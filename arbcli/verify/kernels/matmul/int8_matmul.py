@@ -10,9 +10,8 @@ from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.matmul.int8_matmul import INT8_MATMUL, _weights_in_float32, prepack_int8
 from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS
 from arbcli.kernels.matmul.swizzled import tiles_torch
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.swizzled import multiply_densely, tiles_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def int8_matmul_reference(

@@ -1,9 +1,8 @@
 """Verification of `arbcli.kernels.matmul.prepacked_rows`."""
 
 from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS, PREPACKED_ROWS
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul import prepacked
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.matmul.quantise_rows import WHOLE_ROW, quantise_rows
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Verification
+from arbcli.verify.verification import CaseGenerator, Verification
 
 
 def round_e4m3_reference(values: Tensor) -> Tensor:

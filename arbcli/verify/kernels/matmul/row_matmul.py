@@ -2,9 +2,8 @@
 
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, ROW_MATMUL
 from arbcli.kernels.matmul.swizzled import MOST_ROWS
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul import prepacked
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:

@@ -12,7 +12,7 @@ from arbcli.kernels.codec.packing import has_planes
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference, decode_large
 from arbcli.verify.kernels.codec.packed import SPECIAL_WEIGHTS
-from arbcli.verify.verification import Gate, Verification, nothing
+from arbcli.verify.verification import Verification, float32_sums, nothing
 
 
 def ternary_matmul_reference(
@@ -29,10 +29,7 @@ def ternary_matmul_grad_x_reference(
     return grad_y.double() @ decode(packed).double()
 
 
-GATE = Gate(
-    relative=1e-5, peer_slack=0.1,
-    reason="float32 sums of up to 1311 products; in bf16 no worse than torch's product by 10 %",
-)  # fmt: skip
+GATE = float32_sums("of up to 1311 products", "no worse than torch's product by 10 %")
 
 ternary_matmul_verification = Verification(
     ternary_matmul, ternary_matmul_reference, gate=GATE,

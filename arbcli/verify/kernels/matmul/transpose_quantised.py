@@ -7,14 +7,13 @@ from torch.nn import functional
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.kernels.matmul.transpose_quantised import transpose_quantised
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.quantise_rows import (
     codes_to_float32,
     draw_of_any_size,
     quantise_rows_verification,
     round_e4m3_reference,
 )
-from arbcli.verify.verification import Verification, filled
+from arbcli.verify.verification import CaseGenerator, Verification, filled
 
 
 def transpose_quantised_reference(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

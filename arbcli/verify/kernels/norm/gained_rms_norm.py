@@ -6,7 +6,7 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 
 from arbcli.kernels.norm.gained_rms_norm import gained_rms_norm_backward
 from arbcli.verify.kernels.norm.rms_norm import EPS_VALUES, ROW_SIZES, SHAPES, rms_norm_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import Verification, float32_sums
 
 
 def gained_rms_norm_backward_reference(
@@ -31,10 +31,7 @@ def gained_gradient_in_its_dtype(
     return grad_x if other_grad is None else grad_x + other_grad, y.detach(), grad_gain
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1,
-    reason="float32 sums of up to 8197 squares, and over all rows; in bf16 no worse than torch",
-)  # fmt: skip
+_GATE = float32_sums("of up to 8197 squares, and over all rows", "no worse than torch")
 gained_rms_norm_backward_verification = Verification(
     gained_rms_norm_backward, gained_rms_norm_backward_reference, gate=_GATE,
     sizes=ROW_SIZES, shapes=SHAPES,

@@ -12,10 +12,9 @@ from arbcli.kernels.norm.gated_rms_norm import (
     packed_gates_backward,
 )
 from arbcli.kernels.norm.pack_gates import pack_gates_torch, unpack_gates
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.norm import rms_norm
 from arbcli.verify.kernels.norm.pack_gates import unpack_gates_reference
-from arbcli.verify.verification import Gate, Verification, same_inputs
+from arbcli.verify.verification import CaseGenerator, Verification, float32_sums, same_inputs
 
 
 def gated_rms_norm_reference(gate_up: Tensor, eps: float | None) -> Tensor:
@@ -68,10 +67,7 @@ def backward_in_its_dtype(*inputs: Any) -> tuple[Tensor, Tensor]:
     return rms_norm.gradient_and_output(gated_rms_norm_in_its_dtype, *inputs[:3])
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1,
-    reason="float32 sums of up to 8192 squares; in bf16 one rounding, where torch has several",
-)  # fmt: skip
+_GATE = float32_sums("of up to 8192 squares", "one rounding, where torch has several")
 GATED_SIZES = rms_norm.ROW_SIZES | {"W": "2 * k"}
 
 

@@ -14,7 +14,7 @@ from arbcli.kernels.norm.rms_norm import (
     rms_norm,
     rms_norm_backward,
 )
-from arbcli.verify.verification import Gate, Verification, same_inputs
+from arbcli.verify.verification import Verification, float32_sums, same_inputs
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -64,10 +64,7 @@ def backward_in_its_dtype(
     return grad_x if other_grad is None else grad_x + other_grad, y
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1,
-    reason="float32 sums of up to 8197 squares; in bf16 one rounding, as torch has",
-)  # fmt: skip
+_GATE = float32_sums("of up to 8197 squares", "one rounding, as torch has")
 ROW_SIZES = {"B": "(m,)"}
 ROW_SHAPES = ((0, 1, 40), (261, 1, 5))
 """No rows, and many."""

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from arbcli.kernels.output.choose_byte import MAX_SYMBOLS
 from arbcli.kernels.output.choose_bytes import choose_bytes_
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.output.choose_byte import LOGITS_CHANGED, choose_byte_reference
-from arbcli.verify.verification import Verification
+from arbcli.verify.verification import CaseGenerator, Verification
 
 
 def choose_bytes_reference(

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.output.cross_entropy import cross_entropy, cross_entropy_backward
-from arbcli.verify.verification import Gate, Verification, same_inputs
+from arbcli.verify.verification import Verification, float32_sums, same_inputs
 
 
 def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
@@ -28,10 +28,7 @@ def cross_entropy_backward_reference(logits: Tensor, targets: Tensor, scale: Ten
     return (shares - is_target.double()) * scale
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1, rounded=True,
-    reason="float32 sums of at most 300 exponentials; in bf16 no worse than one rounding",
-)  # fmt: skip
+_GATE = float32_sums("of at most 300 exponentials")
 
 _SIZES = {"V": "min(k + 1, 4096)"}
 

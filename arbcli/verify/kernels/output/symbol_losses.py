@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.output.symbol_losses import MOST_SYMBOLS, add_symbols_, grade_symbols_
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification, filled
+from arbcli.verify.verification import CaseGenerator, Verification, filled, float32_sums
 
 
 def add_symbols_reference(
@@ -27,10 +26,7 @@ def grade_symbols_reference(
     return (shares - is_target.double()) * scale.double()[:, None]
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1, rounded=True,
-    reason="float32 sums of at most 4096 exponentials; in bf16 no worse than one rounding",
-)  # fmt: skip
+_GATE = float32_sums("of at most 4096 exponentials")
 
 
 def _total_so_far(rng: CaseGenerator, rows: int) -> Tensor:

@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.rows.dropout import dropout
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
-from arbcli.verify.verification import Verification, filled, one_of
+from arbcli.verify.verification import CaseGenerator, Verification, filled, one_of
 
 
 def dropout_reference(x: Tensor, key: Tensor, rate: float) -> Tensor:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Verification, nothing
+from arbcli.verify.verification import CaseGenerator, Verification, nothing
 
 
 def gather_rows_reference(buffer: Tensor, rows: Tensor) -> Tensor:

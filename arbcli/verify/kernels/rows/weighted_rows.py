@@ -11,13 +11,12 @@ from torch.nn.functional import embedding_bag
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.rows import weighted_rows as weighted
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import (
     decode_digits_reference,
     decode_large,
     fix_float32,
 )
-from arbcli.verify.verification import Gate, Verification, filled, nothing
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, filled, nothing
 
 
 def weighted_rows_reference(

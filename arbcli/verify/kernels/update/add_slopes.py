@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.update.add_slopes import add_slopes
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Verification, filled
+from arbcli.verify.verification import CaseGenerator, Verification, filled
 
 
 def add_slopes_reference(

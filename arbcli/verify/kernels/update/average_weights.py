@@ -4,11 +4,10 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.update.average_weights import average_weights
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packing import unpack_trits_reference
 from arbcli.verify.kernels.update.random_bits import random_halves_reference
 from arbcli.verify.kernels.update.step_trits import draw_weights
-from arbcli.verify.verification import Verification, filled
+from arbcli.verify.verification import CaseGenerator, Verification, filled
 
 
 def average_weights_reference(

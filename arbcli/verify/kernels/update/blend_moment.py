@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.update.blend_moment import blend_moment, moment_max
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.direction import draw_gains, fixed_point_reference
 from arbcli.verify.kernels.update.random_bits import draw_turn, random_halves_reference
-from arbcli.verify.verification import REFUSED, Verification, filled
+from arbcli.verify.verification import REFUSED, CaseGenerator, Verification, filled
 
 
 def blend_moment_reference(

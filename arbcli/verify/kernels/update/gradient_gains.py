@@ -9,9 +9,8 @@ from torch import Tensor
 from arbcli.kernels.codec.packed import num_groups
 from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.update.gradient_gains import GRADIENT_GAINS
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
-from arbcli.verify.verification import Gate, Verification, filled
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, filled
 
 
 def averaged_digits(whole: int, fraction: int, value: float, word: int) -> tuple[int, int]:

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.step_scales import step_scales_verification
-from arbcli.verify.verification import Verification
+from arbcli.verify.verification import CaseGenerator, Verification
 
 NUM_INPUTS = 8
 """Number of inputs of `step_scales`."""

@@ -4,8 +4,13 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.update import newton_schulz
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification, nothing, same_inputs
+from arbcli.verify.verification import (
+    CaseGenerator,
+    Verification,
+    float32_sums,
+    nothing,
+    same_inputs,
+)
 
 
 def gram_reference(x: Tensor) -> Tensor:
@@ -20,10 +25,7 @@ def gram_polynomial_reference(a: Tensor, alpha: float, beta: float, gamma: float
     return alpha * torch.eye(a.shape[-1], device=a.device) + beta * a + gamma * square
 
 
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1,
-    reason="float32 sums; in bf16 no worse than torch's product by 10 %",
-)  # fmt: skip
+_GATE = float32_sums("", "no worse than torch's product by 10 %")
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:

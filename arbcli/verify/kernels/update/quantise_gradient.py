@@ -5,10 +5,9 @@ from torch import Tensor
 
 from arbcli.kernels.update.hadamard import block_of
 from arbcli.kernels.update.quantise_gradient import NONE, quantise_gradient
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.hadamard import mixed_reference
 from arbcli.verify.kernels.update.random_bits import random_halves_reference
-from arbcli.verify.verification import Verification
+from arbcli.verify.verification import CaseGenerator, Verification
 
 
 def quantise_gradient_reference(

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.update.sign_gradient import SignGradient, sign_gradient
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import digits_large, digits_reference
 from arbcli.verify.kernels.update.gradient_statistics import gradient_statistics_reference
-from arbcli.verify.verification import Gate, Verification, nothing
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, nothing
 
 
 def sign_gradient_reference(

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.update.step_scales import step_scales
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
-from arbcli.verify.verification import REFUSED, Verification, filled
+from arbcli.verify.verification import REFUSED, CaseGenerator, Verification, filled
 
 
 def step_scales_reference(

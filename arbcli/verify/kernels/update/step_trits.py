@@ -7,11 +7,10 @@ from torch import Tensor
 
 from arbcli.kernels.codec.packing import pack_trits_torch
 from arbcli.kernels.update.step_trits import LARGEST_DECAY, step_by_direction, step_by_moment
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packing import pack_trits_reference, unpack_trits_reference
 from arbcli.verify.kernels.update.direction import draw_gains, fixed_point_reference
 from arbcli.verify.kernels.update.random_bits import draw_turn, random_halves_reference
-from arbcli.verify.verification import REFUSED, Verification, filled
+from arbcli.verify.verification import REFUSED, CaseGenerator, Verification, filled
 
 
 def step_by_moment_reference(

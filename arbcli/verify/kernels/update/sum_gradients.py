@@ -7,10 +7,9 @@ from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.update.hadamard import block_of
 from arbcli.kernels.update.quantise_gradient import NONE, NOT_FINITE
 from arbcli.kernels.update.sum_gradients import sum_gradients
-from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.hadamard import hadamard_matrix, signs_reference
 from arbcli.verify.kernels.update.quantise_gradient import together_reference
-from arbcli.verify.verification import Verification
+from arbcli.verify.verification import CaseGenerator, Verification
 
 
 def sum_gradients_reference(

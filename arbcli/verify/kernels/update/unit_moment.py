@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.update.unit_moment import unit_moment
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Verification
+from arbcli.verify.verification import CaseGenerator, Verification
 
 
 def unit_moment_reference(moment: Tensor, squares: Tensor, out: Tensor) -> Tensor:

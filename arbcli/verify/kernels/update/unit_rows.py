@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.update.unit_rows import unit_rows
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification, one_of
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, one_of
 
 
 def unit_rows_reference(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
