@@ -131,10 +131,8 @@ def test_stopped_resume_says_how_to_continue_alike(finished_run, arb_here, monke
     words = ["--device", "cpu", "--backend", "torch", "--log", "wandb", "--plot", "plot.png"]
     with mock.patch.dict(os.environ, environment(0, 2, 1)):
         done = arb_here("train", "--resume", str(finished_run), *words)
-    expected = (
-        "continue in 2 processes with: arb train --resume 'a run' --plot plot.png --log wandb"
-    )
-    expected += " --device cpu --backend torch\nerror: cannot read `a run/config.json`"
+    expected = "continue in 2 processes with: arb train --resume 'a run' --plot plot.png --log"
+    expected += " wandb --device cpu --backend torch\nerror: cannot read `a run/config.json`"
     assert done.stderr.startswith(f"stopped by SIGTERM after step 3\n{expected}")
     monkeypatch.setattr("arbcli.inspect.room.least_bytes", lambda _: 2**60)
     with pytest.raises(ArbError, match="a training step needs") as refused:
@@ -144,9 +142,8 @@ def test_stopped_resume_says_how_to_continue_alike(finished_run, arb_here, monke
 
 def test_train_of_a_model_beyond_memory_starts_by_force_only(arb_here, monkeypatch):
     monkeypatch.setattr("arbcli.kernels.runtime.device.available_bytes", lambda: 2**33)
-    monkeypatch.setattr(
-        "arbcli.training.run.make_directory", mock.Mock(side_effect=ArbError("made"))
-    )
+    made = mock.Mock(side_effect=ArbError("made"))
+    monkeypatch.setattr("arbcli.training.run.make_directory", made)
     large = ["train", "--preset", "1b", "--device", "cpu", "--out", "nowhere"]
     told = arb_here(*large).stderr
     assert "a training step needs" in told

@@ -115,9 +115,7 @@ def test_plot_probe_draws_lengths_of_chunks_leaves_gaps_and_no_figure_open(
     assert described(figures[0]) == FIGURES["probe of chunks, with gaps"]
 
 
-def test_missing_matplotlib_and_an_unwritable_picture_are_errors(
-    report, run, monkeypatch, tmp_path
-):
+def test_missing_matplotlib_and_unwritable_pictures_are_errors(report, run, monkeypatch, tmp_path):
     for draw, subject in ((plot_probe, report), (plot_training, run)):
         with pytest.raises(ArbError, match="cannot write"):
             draw(subject, tmp_path / "no-such-folder" / "picture.png")

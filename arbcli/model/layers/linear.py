@@ -314,13 +314,13 @@ class TernaryLinear(DecodingLayer):
                 overwrite it.
         """
         compiled = torch.compiler.is_compiling()
-        if added is not None and (compiled or norm is None):
-            x = x + added
-            return self(x, norm), x
         rows = x.reshape(-1, x.shape[-1])
         if added is None:
             y = _linear(rows, self.weight, norm, consumes and not compiled)
             return y.view(*x.shape[:-1], -1)
+        if norm is None or compiled:
+            x = x + added
+            return self(x, norm), x
         if torch.is_grad_enabled():
             self.weight.await_backward()
             norm.await_backward()
