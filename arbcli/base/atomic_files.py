@@ -179,6 +179,17 @@ def sweep(folder: Path, pattern: str = "*") -> None:
                     os.close(lock)
 
 
+def is_abandoned(path: Path) -> bool:
+    """Return whether the writer of a temporary file has ended, so that `sweep` removes it."""
+    if path.is_symlink():
+        return True
+    with suppress(OSError):  # it was removed meanwhile
+        if (lock := _locked(path)) is not None:
+            os.close(lock)
+            return True
+    return False
+
+
 def refuse_link(path: Path) -> None:
     """Refuse to write through a link.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arbcli.base.atomic_files import TEMPORARY
+from arbcli.base.atomic_files import TEMPORARY, is_abandoned
 from arbcli.base.errors import ArbError, counted
 from arbcli.base.run_files import CONFIG, best_checkpoints, checkpoints, directory_of, step_of
 from arbcli.config.training import TrainConfig
@@ -200,6 +200,8 @@ def _left_over(run: Path) -> Iterator[Finding]:
     }
     for pattern, kind in kinds.items():
         for path in sorted(run.glob(pattern)):
+            if path.name.endswith(".tmp") and not is_abandoned(path):
+                continue  # a run that is training writes it
             yield Finding(name=path.name, state="left over", detail=kind)
 
 
