@@ -20,7 +20,7 @@ from typing import Any
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.reading import read_json, read_toml, shown
 from arbcli.config.model import ModelConfig
-from arbcli.config.model_file import model_from_toml, model_lines, to_toml
+from arbcli.config.model_file import model_fields, model_from_toml, model_lines, to_toml
 from arbcli.config.presets import config_from_dict
 from arbcli.config.settings import as_type, plain_type
 from arbcli.config.short_forms import ARGUMENTS
@@ -62,6 +62,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         if "preset" in values:
             raise ArbError(f"`{path}` has a preset and a whole model", "leave one of them out")
         settings["preset"], model = _whole_model(path, model), {}
+    model = model_fields(model, str(path))
     if "preset" in values:
         settings["preset"] = values.pop("preset")
         if not isinstance(settings["preset"], str):
@@ -124,6 +125,8 @@ def settings_text(config: TrainConfig, without: Collection[str] = ()) -> str:
     values = train_config_dict(config)
     values = {name: value for name, value in values.items() if name not in ("model", *without)}
     settings = {name: value for name, value in values.items() if value is not None}
+    if settings["optimizer"] == OPTIMIZERS["ternary"][0]:  # that of the model
+        del settings["optimizer"]
     if config.reduce_dtype is None and default_sums(config.accum):
         settings["reduce_dtype"] = "none"
     lines = [f"{name} = {to_toml(value)}" for name, value in settings.items()]

@@ -36,6 +36,7 @@ from arbcli.base.errors import ArbError, quoted
 from arbcli.base.reading import shown
 from arbcli.config.fields import NONE, build_dataclass
 from arbcli.config.model import LISTS, MOST_BLOCKS, BlockConfig, Blocks, ModelConfig, StageConfig
+from arbcli.config.training import model_word, spelled_out
 from arbcli.model.rules import DIRECTION, RULES
 
 MOST_STAGES = 64
@@ -59,6 +60,7 @@ def model_from_toml(values: dict[str, Any], where: str) -> ModelConfig:
             f"`{where}` has no list of stages in `[[model.stage]]`",
             "write a stage with `dim` and `blocks`",
         )
+    fields = model_fields(fields, where)
     rule = fields.get("rule")
     if isinstance(rule, str) and rule in RULES:
         fields.setdefault("direction", DIRECTION[rule])
@@ -77,6 +79,26 @@ def model_from_toml(values: dict[str, Any], where: str) -> ModelConfig:
         raise ArbError(
             f"`{where}`: {error}", "see docs/models.md for the fields of a model"
         ) from None
+
+
+def model_fields(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Replace the words of `--weights` and `--optimizer` in a table `model` by fields.
+
+    Raises:
+        ArbError: words and fields contradict each other.
+    """
+    if {"optimizer", "direction"} <= values.keys():
+        raise ArbError(
+            f"`{where}` has `model.optimizer` and `model.direction`, which are the same",
+            "leave one of them out",
+        )
+    words = {
+        "direction" if name == "optimizer" else name: values[name]
+        for name in ("weights", "digits", "optimizer", "direction")
+        if name in values
+    }
+    others = {name: value for name, value in values.items() if name not in (*words, "optimizer")}
+    return others | spelled_out(words)
 
 
 def _stage(stage: Any, blocks: dict[str, BlockConfig], where: str) -> StageConfig:
@@ -111,8 +133,15 @@ def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
 def model_lines(config: ModelConfig) -> list[str]:
     """Return a model as lines of TOML for `model_from_toml`."""
     names = _block_names(config)
-    values = given_fields(config, without=("stages",))
-    values["direction"] = config.direction  # its default depends on the rule
+    values = given_fields(config, without=("stages", "weights", "digits", "direction"))
+    if weights := model_word("--weights", config):
+        values["weights"] = weights
+    else:  # in the middle of a fade
+        values["digits"] = config.digits
+    if config.weights == "ternary" and config.direction:
+        values["optimizer"] = model_word("--optimizer", config)
+    elif config.direction != DIRECTION[config.rule]:
+        values["direction"] = config.direction
     lines = ["[model]", *(f"{name} = {to_toml(value)}" for name, value in values.items())]
     for block, name in names.items():
         lines += ["", f"[model.block.{name}]"]

@@ -571,8 +571,16 @@ def word_of(option: str, config: TrainConfig) -> str | None:
     """
     if option == "--optimizer" and config.model.weights != "ternary":
         return config.optimizer
+    return model_word(option, config.model)
+
+
+def model_word(option: str, model: ModelConfig) -> str | None:
+    """Return the word of `--weights` or `--optimizer` that gives the fields of a model.
+
+    None is a model in the middle of a fade, or a model whose rule has no direction.
+    """
     for word, fields in words_of(option).items():
-        if all(getattr(config.model, name, None) == value for name, value in fields.items()):
+        if all(getattr(model, name, None) == value for name, value in fields.items()):
             return word
     return None
 

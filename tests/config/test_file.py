@@ -33,10 +33,9 @@ def test_printed_settings_are_read_back(tmp_path, given):
 
 def test_few_settings_are_enough(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text('preset = "small"\nlr = 1\n[model]\nctx = 32\n')
-    settings = read_settings(path)
-    assert settings == {"preset": "small", "lr": 1.0, "ctx": 32}
-    assert type(settings["lr"]) is float
+    path.write_text('preset = "base"\nlr = 1\n[model]\nctx = 3\nweights = "int8"\noptimizer="sign"')
+    model = {"weights": "ternary", "digits": "all", "direction": "sign"}
+    assert str(read_settings(path)) == str({"preset": "base", "lr": 1.0, "ctx": 3} | model)
     other = tmp_path / "run.json"  # written by hand, and not the `config.json` of a run
     other.write_text('{"preset": "base", "steps": 3, "field": null, "model": {"ctx": 16}}')
     assert read_settings(other) == {"preset": "base", "steps": 3, "ctx": 16}
@@ -65,8 +64,8 @@ def test_command_prints_settings_and_options_go_first(tmp_path, arb_done, arb_js
     path.write_text(f"\ufeff{printed.stdout}", encoding="utf-8")  # as some editors save it
     again = arb_done("train", "--config", str(path), "--steps", "5", "--print-config")
     assert again.stdout == printed.stdout.replace("steps = 9", "steps = 5")
-    assert 'device = "cpu"' in again.stdout  # as it was given, and the backend was not
-    assert "backend" not in again.stdout
+    assert re.search('cpu"(?s:.*)weights = "ternary"\noptimizer = "muon"', again.stdout)
+    assert "backend" not in again.stdout  # it was not given
     as_json = arb_json("train", "--config", str(path), "--print-config")
     assert (as_json["steps"], as_json["model"]["stages"][0]["dim"]) == (9, 32)
     error = arb_error("train", "--resume", "auto", "--print-config")
