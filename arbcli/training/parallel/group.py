@@ -261,7 +261,8 @@ def own_device(device: torch.device) -> torch.device:
     if index >= available:
         raise ArbError(
             f"process {index} of this machine has no GPU: there are {available}",
-            f"start at most {available}, or use `--device cpu`",
+            f"start at most {available}, use `--device cpu`, or set `LOCAL_RANK=0` where every task"
+            " sees only its own GPU",
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
