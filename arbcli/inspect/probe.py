@@ -124,6 +124,9 @@ def open_saved(
     if settings.get("compute") == "fp32":
         settings["pack"] = False  # only gates in bfloat16 are packed
     longest = max(config.steps, checkpoint.step + steps)
+    if config.model.digits == "fade":  # at the same steps, so that faded weights stay so
+        ends = (config.steps / longest * end for end in config.fades)
+        settings |= dict(zip(("fade_from", "fade_to"), ends, strict=True))
     return dataclasses.replace(config, steps=longest, **settings), checkpoint
 
 

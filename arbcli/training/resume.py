@@ -56,7 +56,7 @@ from arbcli.training.run import (
     run_loop,
 )
 from arbcli.training.saving import later_checkpoints, note_aside, sweep_run
-from arbcli.training.schedule import Patience, fade_stage, is_evaluated, learning_rate
+from arbcli.training.schedule import Patience, fade_share, fade_stage, is_evaluated, learning_rate
 from arbcli.training.trainer import check_shares, text_digest
 
 if TYPE_CHECKING:
@@ -263,9 +263,14 @@ def _extended(
     check_steps(run, done, steps)
     longer = dataclasses.replace(config, steps=steps)
     rates = [learning_rate(plan, min(done, plan.steps)) for plan in (config, longer)]
+    faded = ""
+    if config.model.digits == "fade":
+        shares = [fade_share(done, plan.steps, plan.fades) for plan in (longer, config)]
+        faded = "; weights are annealed by {:.0%} there, not {:.0%}".format(*shares)
     observer.noted(
         f"{steps:,} steps instead of {config.steps:,}: the `{config.schedule}` schedule changes at"
         f" step {done:,}, where the learning rate is {rates[1]:.4g} instead of {rates[0]:.4g}"
+        f"{faded}"
     )
     # a later resume must not load a checkpoint of the old schedule, whose records go with it
     if group.first and (later := later_checkpoints(run, done)):

@@ -366,8 +366,7 @@ def test_probe_of_a_saved_model_steps_as_the_run_did(run, text):
 def test_probe_continues_the_average_of_a_run_that_learns_from_a_teacher(run, text, tmp_path):
     given = SMALL | {"steps": 2, "weight_average": 2, "teacher": run, "data": [text]}
     config, checkpoint = open_saved(train(tmp_path, b"", **given), steps=1, note=print)
-    probed = probe(config, steps=1, checkpoint=checkpoint)
-    assert [reading.step for reading in probed.readings] == [2, 3]
+    assert [r.step for r in probe(config, steps=1, checkpoint=checkpoint).readings] == [2, 3]
 
 
 def test_options_replace_those_of_the_run_and_another_text_its_texts(run, text, monkeypatch):

@@ -31,8 +31,7 @@ def test_extended_run_reports_the_change_of_its_rate(text, tmp_path):
     run, notes = tmp_path / "run", []
     observer = observer_with(noted=notes.append)
     start_run(new_config(**SMALL, data=[text], steps=2, warmup=0), run, Observer())
-    report = resume_run(run, observer, steps=4)
-    assert report.steps == 4
+    assert resume_run(run, observer, steps=4).steps == 4
     assert [record["step"] for record in read_records(run)] == [1, 2, 3, 4]
     assert notes.pop() == (
         "4 steps instead of 2: the `cosine` schedule changes at step 2, where the learning"

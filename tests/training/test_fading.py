@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_runs import train
+from made_runs import observer_with, train
 
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import checkpoint_path
@@ -15,6 +15,7 @@ from arbcli.data.opening import open_texts
 from arbcli.generation.generation import generate
 from arbcli.generation.load import load_model, saved_config
 from arbcli.generation.sampling import Sampling
+from arbcli.inspect.probe import open_saved
 from arbcli.interop.exporting import export
 from arbcli.kernels.runtime.device import EAGER_STEPS, deterministic
 from arbcli.model.checkpoint import load_checkpoint
@@ -81,20 +82,22 @@ def faded(tmp_path_factory) -> Path:
 
 
 def test_run_resumed_while_it_fades_ends_with_the_same_bits(faded, tmp_path):
-    run, at = Path(shutil.copytree(faded, tmp_path / "run")), 12
+    run, notes = Path(shutil.copytree(faded, tmp_path / "run")), []
     last = load_checkpoint(checkpoint_path(run, 20))
-    middle = checkpoint_path(run, at)
-    assert saved_config(load_checkpoint(middle)).digits == fade_stage(at, 20, FADES)
-    assert saved_config(load_checkpoint(middle)).digits in FADED
-    resume_run(middle, Observer())
-    again = load_checkpoint(checkpoint_path(run, 20))
-    assert again.digest == last.digest
-    assert saved_config(again).digits == "trit"
-    resume_run(run, Observer(), steps=28)  # which is in the middle of a longer run
-    assert saved_config(load_checkpoint(checkpoint_path(run, 24))).digits == fade_stage(
-        24, 28, FADES
-    )
-    assert saved_config(load_checkpoint(checkpoint_path(run, 28))).digits == "trit"
+
+    def stage(step: int) -> str:
+        return saved_config(load_checkpoint(checkpoint_path(run, step))).digits
+
+    assert stage(12) == fade_stage(12, 20, FADES)
+    assert stage(12) in FADED
+    resume_run(checkpoint_path(run, 12), Observer())
+    assert load_checkpoint(checkpoint_path(run, 20)).digest == last.digest
+    assert stage(20) == "trit"
+    probed, _ = open_saved(run, steps=8, note=print)
+    assert fade_stage(20, probed.steps, probed.fades) == "trit"
+    resume_run(run, observer_with(noted=notes.append), steps=28)  # 20 is in the middle of it
+    assert notes[0].endswith("; weights are annealed by 63% there, not 100%")
+    assert (stage(24), stage(28)) == (fade_stage(24, 28, FADES), "trit")
 
 
 def test_checkpoints_of_the_middle_are_read_and_not_exported(text, faded, tmp_path):
@@ -117,9 +120,8 @@ def test_checkpoints_of_the_middle_are_read_and_not_exported(text, faded, tmp_pa
 
 
 def test_embedding_and_head_may_keep_all_digits(tmp_path):
-    model = load_model(
-        train(tmp_path, b"ternary weights. " * 100, **SMALL, fields={"symbol_digits": "all"})
-    )
+    options = SMALL | {"fields": {"symbol_digits": "all"}}
+    model = load_model(train(tmp_path, b"ternary weights. " * 100, **options))
     assert model.config.digits == "trit"
     for weight in (model.embedding.weight, model.head.weight):
         assert weight.packed.remainder is not None
@@ -140,11 +142,7 @@ def test_rate_grows_to_that_of_the_trit_while_weights_fade():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "rules",
-    [*({"rule": rule} for rule in FADING), {"rule": "moment", "mlp_rule": "nibble"}],
-    ids=str,
-)
+@pytest.mark.parametrize("rules", [*({"rule": rule} for rule in FADING), MIXED], ids=str)
 def test_captured_steps_fade_with_the_bits_of_eager_steps(rules, text):
     outcomes = []
     for capture in (False, True):
