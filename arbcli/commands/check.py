@@ -27,7 +27,6 @@ def check(run: Run = None, checkpoint: Checkpoint = None, as_json: Json = False)
 def print_check(
     run: Path,
     changes: Mapping[str, Any] = {},
-    processes: int = 1,
     *,
     as_json: bool,
     root: Path | None = None,
@@ -36,8 +35,7 @@ def print_check(
 
     Args:
         run: a run directory, a checkpoint in one, or `auto`.
-        changes: settings that the resume would change.
-        processes: number of processes of the resume.
+        changes: further arguments of `check_run`.
         as_json: whether to print JSON.
         root: directory of the runs, for `auto`.
     """
@@ -46,7 +44,7 @@ def print_check(
     with LiveLine("reading"):
         from arbcli.training.check import check_run  # torch takes seconds to import
 
-        report = check_run(run, processes=processes, **changes)
+        report = check_run(run, **changes)
     emit(report, _tables(report), as_json=as_json)
     return 0 if report.passed else 1
 

@@ -163,9 +163,8 @@ def train(
                 "leave `--out` out: a run is continued where it is",
             )
         if dry_run:
-            raise typer.Exit(
-                print_check(Path(resume), settings, gpus or 1, as_json=as_json, root=out)
-            )
+            settings |= {"processes": gpus or 1, "machine": (device, backend)}
+            raise typer.Exit(print_check(Path(resume), settings, as_json=as_json, root=out))
         latest = resume == "auto"
         run = run_files.latest_run(out or run_files.RUNS) if latest else opt.find_run(Path(resume))
         run_files.directory_of(run)  # refuses another path before torch is imported

@@ -1,7 +1,7 @@
 """Read-only verification of a run's files, and a preview of a resume."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,12 @@ class CheckReport:
 
 
 def check_run(
-    path: Path, steps: int | None = None, *, processes: int = 1, **changes: Any
+    path: Path,
+    steps: int | None = None,
+    *,
+    processes: int = 1,
+    machine: Sequence[str | None] | None = None,
+    **changes: Any,
 ) -> CheckReport:
     """Verify the contents of all files of a run, and predict the effect of a resume.
 
@@ -69,6 +74,7 @@ def check_run(
         path: a run directory, or the checkpoint from which to resume.
         steps: number of steps that the resume would set; None keeps the run's own.
         processes: number of processes of the resume.
+        machine: its `device` and `backend`; None does not check that this machine has them.
         changes: other settings that it would change: see `resume_run`.
 
     Raises:
@@ -116,6 +122,8 @@ def check_run(
     extends = config is not None and steps not in (None, total)
     if config is not None and stops is None:
         stops = _refusal(check_shares, config, processes)
+        if machine is not None and stops is None:
+            stops = _refusal(resume.on_machine, config, *machine)
     if extends and stops is None:
         stops = _refusal(resume.check_steps, run, resumes_at, steps)
     resumes_at = None if stops else resumes_at

@@ -107,11 +107,9 @@ def resume_run(
         )
     run = directory_of(path)
     facts = directory.read_facts(run)
-    config = directory.run_config(run, facts)
-    torch_device = own_device(devices.resolve_device(device or config.device))
-    backend = devices.resolve_backend(backend or (None if device else config.backend), torch_device)
-    devices.check_compute(config.compute, torch_device)
-    config = dataclasses.replace(config, device=str(torch_device), backend=backend, **changes)
+    config = dataclasses.replace(directory.run_config(run, facts), **changes)
+    config = on_machine(config, device, backend)
+    torch_device = torch.device(config.device)
     with joined(torch_device, "train --resume") as group:
         observer = observer if group.first else Observer()
         check_shares(config, group.size)
@@ -174,6 +172,18 @@ def resume_run(
             )
             resumed = Resumed(saved, seconds, records)
             return run_loop(trainer, run, facts, observer, profile, resumed)
+
+
+def on_machine(config: TrainConfig, device: str | None, backend: str | None) -> TrainConfig:
+    """Set the device and backend of a resume: see `resume_run`.
+
+    Raises:
+        ArbError: this machine lacks them.
+    """
+    torch_device = own_device(devices.resolve_device(device or config.device))
+    backend = devices.resolve_backend(backend or (None if device else config.backend), torch_device)
+    devices.check_compute(config.compute, torch_device)
+    return dataclasses.replace(config, device=str(torch_device), backend=backend)
 
 
 def _threads(facts: dict[str, Any], device: torch.device, observer: Observer) -> int:

@@ -160,9 +160,10 @@ def test_command_reports_it_and_so_does_a_dry_run(run, arb_here, arb_done, arb_j
     assert "goes on at step 3, 1 step to the end" in arb_done("check", str(run)).stdout
     assert arb_json("train", "--resume", str(run), "--dry-run")["resumes_at"] == 3
     dry_run_of = ["train", "--resume", str(run / "step-000002.safetensors"), "--dry-run", "--steps"]
-    longer, shorter = (arb_here(*dry_run_of, steps) for steps in "92")
-    shared = arb_here(*dry_run_of, "9", "--gpus", "2").stdout
-    assert "would not start: 1 micro-batches cannot be divided evenly" in shared
+    given = "9", "2", "9 --gpus 2", "9 --device cpu --backend triton"
+    longer, shorter, shared, other = (arb_here(*dry_run_of, *words.split()) for words in given)
+    assert "would not start: 1 micro-batches cannot be divided evenly" in shared.stdout
+    assert "would not start: the `triton` backend needs a CUDA device" in other.stdout
     assert "sets aside at once: step-000003.safetensors" in longer.stdout
     assert shorter.returncode == 1
     assert "would not start: the run has done 2 steps" in shorter.stdout
