@@ -176,11 +176,12 @@ def fill_options(words: list[str]) -> list[str]:
         ArbError: `--bytes` of `arb generate` is followed by a number.
     """
     expanded: list[str] = []
+    takes_text = words[:1] == ["generate"]  # it has none of them, and a prompt may be such a word
     for word, following in pairwise([*words, ""]):
         if word == "--bytes" and following.isdecimal() and not Path(following).exists():
             raise ArbError("`--bytes` takes no number", f"use `--length {following}`")
-        expanded += SHORT.get(word, (word,))
-        if word in OPTIONAL and not re.fullmatch(VALUE_OF[word], following):
+        expanded += (word,) if takes_text else SHORT.get(word, (word,))
+        if word in OPTIONAL and not takes_text and not re.fullmatch(VALUE_OF[word], following):
             expanded.append(OPTIONAL[word])
     return expanded
 

@@ -14,6 +14,7 @@ from arbcli.base.errors import ArbError
 from arbcli.cli import app
 from arbcli.commands import _run_display
 from arbcli.commands._options import (
+    fill_options,
     given_options,
     read_budget,
     rename_options,
@@ -52,6 +53,8 @@ def test_values_of_an_option_may_follow_one_another():
     said = "train --data a.txt --data b.txt --data - --val c --val d --steps 5 --data=e f --json"
     assert repeat_options(words.split()) == said.split()
     assert repeat_options([]) == []
+    for word in ("--profile", "--no-attention"):  # a prompt, and options of other commands
+        assert fill_options(["generate", "--prompt", word]) == ["generate", "--prompt", word]
 
 
 @pytest.mark.parametrize(("old", "now"), [
