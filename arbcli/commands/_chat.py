@@ -57,6 +57,7 @@ def chat(
     backend: str,
     kv: str | None = None,
     conversation: "Conversation | None" = None,
+    ahead: int = 1,
 ) -> None:
     """Read lines from the terminal and generate a continuation of, or answer to, each.
 
@@ -67,6 +68,7 @@ def chat(
         backend: kernel backend.
         kv: storage dtype of keys and values; None is that of activations.
         conversation: formats lines as chat messages; None appends them to one text (`Continued`).
+        ahead: maximum number of bytes per step: see `Decoder`.
     """
     from arbcli.generation.generation import generate
 
@@ -90,7 +92,7 @@ def chat(
         except ArbError as error:  # such as a special token in a message
             fail(str(error), error.hint)
             continue
-        options: dict[str, Any] = {"backend": backend, "kv": kv, "ends": text.ends}
+        options: dict[str, Any] = {"backend": backend, "kv": kv, "ends": text.ends, "ahead": ahead}
         try:
             with RaisedSignal(), TextWriter() as writer:
                 for part in generate(model, seen, length, sampling, **options):

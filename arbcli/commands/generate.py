@@ -186,7 +186,7 @@ def generate(
     _check_model(model.config, options, ahead, steps)
     fills = infill is not None or model.config.is_masked
     if is_interactive and not fills:
-        chat(model, length or LENGTH, sampling, backend, kv, conversation)
+        chat(model, length or LENGTH, sampling, backend, kv, conversation, ahead or 1)
         return
     if prompt_file is not None:
         kinds = [kind for kind in MEDIA if raw or (out and medium_of(out.name) == kind)]

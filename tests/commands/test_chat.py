@@ -62,6 +62,7 @@ def test_ctrl_c_stops_the_text_and_not_the_program(model, typed, capfd, monkeypa
     steps = []
 
     def slow(*arguments, **options):
+        assert options.pop("ahead") == 2
         for part in generate(*arguments, **options):
             steps.append(part)
             if len(steps) == 2:
@@ -70,7 +71,7 @@ def test_ctrl_c_stops_the_text_and_not_the_program(model, typed, capfd, monkeypa
 
     monkeypatch.setattr("arbcli.generation.generation.generate", slow)
     typed(lambda: signal.raise_signal(signal.SIGINT), "a", "b")
-    _chat.chat(model, 5, Sampling(), "torch")
+    _chat.chat(model, 5, Sampling(), "torch", ahead=2)
     assert len(steps) == 2 + 5
 
 

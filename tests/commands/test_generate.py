@@ -107,9 +107,10 @@ def test_every_option_reaches_the_prompt_loop(generate, monkeypatch):
     monkeypatch.setattr("arbcli.commands.generate.chat", chat)
     monkeypatch.setattr("arbcli.commands.generate.is_terminal", lambda: True)
     how = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "9"]
-    assert generate(*how, "--length", "4", "--kv", "int8", "--compute", "bf16").returncode == 0
-    _, length, sampling, backend, kv, conversation = chat.call_args.args
-    assert (length, backend, kv, conversation) == (4, BACKEND, "int8", None)
+    how += ["--length", "4", "--kv", "int8", "--compute", "bf16", "--ahead", "2"]
+    assert generate(*how).returncode == 0
+    _, length, sampling, *others = chat.call_args.args
+    assert (length, *others) == (4, BACKEND, "int8", None, 2)
     assert asdict(sampling) == {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
     for other in (["--prompt", "a"], ["--json"], ["--bytes"], ["--chunks"]):
         generate("--length", "1", *other)
