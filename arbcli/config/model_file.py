@@ -92,7 +92,7 @@ def model_fields(values: dict[str, Any], where: str) -> dict[str, Any]:
             f"`{where}` has `model.optimizer` and `model.direction`, which are the same",
             "leave one of them out",
         )
-    words = {
+    words: dict[str, Any] = {
         "direction" if name == "optimizer" else name: values[name]
         for name in ("weights", "digits", "optimizer", "direction")
         if name in values
