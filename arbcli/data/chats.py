@@ -100,8 +100,6 @@ class Chats(Text):
         self._spans: list[tuple[int, int]] = []
         """Begin of each document in `_flat`, and the number of its tokens."""
         self.learnt_tokens = self.learnt_bytes = 0
-        self.cut = 0
-        """Number of documents that were truncated to the length of a window."""
         documents: list[np.ndarray] = []
         totals: list[tuple[int, int]] = []
         begin = 0
@@ -111,8 +109,8 @@ class Chats(Text):
             window = tokens[: context + 1]
             is_learnt = window[1:] < 0  # the first token is not predicted
             learnt = int(is_learnt.sum())
+            self.cut += len(window) < len(tokens)
             if learnt:
-                self.cut += len(window) < len(tokens)
                 self._spans.append((begin, len(window)))
                 begin += len(window)
                 documents.append(np.array(window))

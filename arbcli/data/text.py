@@ -145,6 +145,8 @@ class Text:
 
     packs = False
     """Whether windows are packed with documents: see `arbcli.data.chats`."""
+    cut = 0
+    """Number of documents that are longer than a window: truncated, or left out without a loss."""
     template_digest: str | None = None
     """Digest of the template of these documents."""
 

@@ -38,6 +38,11 @@ def text_warnings(texts: Texts) -> list[str]:
         )
     if texts.tokenizer is not None and not texts.train.packs:
         warnings += lost_text(both[0].read(0, min(len(both[0]), SAMPLE_BYTES)), texts.tokenizer)
+    if cut := texts.train.cut:
+        warnings.append(
+            f"warning: {cut:,} documents are longer than the context: they are cut to it, or left"
+            " out if no answer begins in it; use a larger `--ctx`"
+        )
     train, val = map(entropy, both)
     if abs(train - val) > FAR_NATS:
         warnings.append(

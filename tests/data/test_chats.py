@@ -19,11 +19,12 @@ from arbcli.data.chats import NOT_LEARNT, Chats, open_documents, pack
 from arbcli.data.conversion import texts_folder
 from arbcli.data.files import DOCUMENTS
 from arbcli.data.opening import open_text
-from arbcli.data.text import Text
+from arbcli.data.text import Text, Texts
 from arbcli.data.tokens import Tokenizer
 from arbcli.generation.conversation import Conversation
 from arbcli.generation.evaluation import document_loss
 from arbcli.model.build import build_model
+from arbcli.training.text_warnings import text_warnings
 from tests.data.test_chat_template import CHATML
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -185,19 +186,18 @@ def test_windows_hold_every_document_once(room):
 
 
 def test_long_document_is_cut(tmp_path, tokenizer):
-    dataset = chats(
-        tmp_path, tokenizer, [chat("a", "how are you " * 9), chat("b", "c")], context=24
-    )
-    assert dataset.cut == 1
+    long = "how are you " * 9
+    records = [chat("a", long), chat("b", "c"), chat(long, "d")]
+    dataset = chats(tmp_path, tokenizer, records, context=24)
+    assert (dataset.cut, len(documents_of(dataset))) == (2, 2)  # the answer of the third is cut off
+    assert any("2 documents are longer" in w for w in text_warnings(Texts(dataset, dataset, "")))
     assert sorted(len(ids) for ids, _ in documents_of(dataset))[-1] == 24
     learnt = [t for _, targets in documents_of(dataset) for t in targets if t != NOT_LEARNT]
     assert dataset.learnt_tokens == len(learnt)
     assert dataset.learnt_bytes == len(tokenizer.decode(learnt))
     shown = [tokenizer.decode([*ids, targets[-1]]) for ids, targets in documents_of(dataset)]
     # the last token of a cut document is its last target, whether learnt or not
-    assert sum(dataset.window_bytes([n], 24) for n in range(len(dataset.bins))) == sum(
-        map(len, shown)
-    )
+    assert dataset.window_bytes(range(len(dataset.bins)), 24) == sum(map(len, shown))
     assert sum(dataset.learnt_symbols([n], 24) for n in range(len(dataset.bins))) == len(learnt)
     with pytest.raises(ArbError, match="no record has an answer that begins within 4 tokens"):
         chats(tmp_path, tokenizer, [chat("how are you", "b")], context=4)
