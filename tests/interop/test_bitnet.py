@@ -52,8 +52,8 @@ def write_folder(transformers, folder, mode: str, **changes) -> dict[str, tuple]
             factor = scale if mode == "bitlinear" else 1 / scale
             weights[f"{name}_scale"] = factor.view(1)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    about = json.loads((folder / "config.json").read_text())
-    about["quantization_config"] = {"quant_method": "bitnet"} | MODES[mode]
+    about = {"quantization_config": {"quant_method": "bitnet"} | MODES[mode]}
+    about = read_json(folder / "config.json") | about | {"rope_parameters": None}  # the default
     (folder / "config.json").write_text(json.dumps(about))
     return wanted
 

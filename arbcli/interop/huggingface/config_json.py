@@ -68,6 +68,13 @@ ROPE_FIELDS = {
 """Fields of ours by those of rotary positions, by `rope_type`."""
 
 
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096}, "qwen2": {"max_window_layers": 28},
+    "qwen3": {"max_window_layers": 28}, "bitnet": {"rope_theta": 5e5},
+}  # fmt: skip
+"""Values of missing fields in Transformers, where null is another value, by `model_type`."""
+
+
 class _Fields:
     """Fields of a file, each of which is read once."""
 
@@ -144,7 +151,7 @@ def read_config(
         ArbError: a field is missing, unknown, or has an unsupported value; the message has its
             name.
     """
-    fields = _Fields(values, where)
+    fields = _Fields({**DEFAULTS.get(str(values.get("model_type")), {}), **values}, where)
     model_type = fields.take("model_type", str)
     if model_type == PACKED_TYPE:
         raise ArbError(
