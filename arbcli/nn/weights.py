@@ -41,6 +41,10 @@ DTYPES = torch.bfloat16, torch.float32
 class Anchor(nn.Parameter):
     """The empty parameter that stands for a packed tensor."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Keep the class in pickles; that of torch makes a `Parameter` of every one."""
+        return Anchor, (self.data, self.requires_grad)
+
 
 class Anchored(StreamedTensor):
     """A packed tensor of a module of another library.
