@@ -178,7 +178,8 @@ class _Service:
                     task.cancel()
 
     async def _body(self, request: Request) -> bytes:
-        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+        kind = request.headers.get("content-type", "").partition(";")[0]
+        if kind.strip().lower() != "application/json":
             raise RequestError("the header must have `Content-Type: application/json`", 415)
         body, maximum = bytearray(), self._limits.body_bytes
         try:

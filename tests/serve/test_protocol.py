@@ -81,7 +81,7 @@ class Client:
 
     def ask(self, path: str, body: Any = None, **headers) -> httpx.Response:
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        given = {"headers": {"Content-Type": "application/json"} | headers, "content": content}
+        given = {"headers": {"Content-Type": "Application/JSON ;"} | headers, "content": content}
         given |= {"timeout": SECONDS, "trust_env": False}
         method, (host, port) = "GET" if body is None else "POST", self.address
         return httpx.request(method, f"http://{host}:{port}{path}", **given)
