@@ -114,6 +114,7 @@ def _rotary_heads_backward_kernel(
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)  # queries, keys, values
+    # gradient of queries, keys or values, and the first of their heads in a row of qkv
     heads = KV
     grad_ptr, begin = grad_k_ptr, HEADS
     stride_b, stride_h, stride_t = stride_kb, stride_kh, stride_kt
@@ -137,10 +138,12 @@ def _rotary_heads_backward_kernel(
         token, place = first_token + further, first_position + further
         batch, position = first_batch + place // T, (place % T).to(tl.int64)
         mask = (token < tokens)[:, None] & (offs_h < HALF)
+        # gradient of a tile of heads, as halves
         grad_ptrs = grad_ptr + batch * stride_b + head * stride_h + position * stride_t
         grad_ptrs = grad_ptrs[:, None] + offs_h
         first, second = rotary.load_halves(grad_ptrs, mask, HALF)
         out = ((token * (HEADS + 2 * KV) + begin + head) * 2 * HALF)[:, None] + offs_h
+        # queries and keys: rotate back, then backward of gains and norm; values are copied
         if part < 2:
             table = (position * HALF)[:, None] + offs_h
             cos, sin = rotary.load_angles(cos_ptr, sin_ptr, table, mask)
@@ -158,6 +161,7 @@ def _rotary_heads_backward_kernel(
                     second *= tl.load(gain_ptrs + HALF, mask=offs_h < HALF, other=0)
                 first, second = rotary.norm_backward(first, second, x_first, x_second, r, HALF)
         rotary.store_halves(grad_qkv_ptr + out, first, second, mask, HALF)
+    # partial sums of the gradient of gains
     if GAINS and part < 2:
         offs = tl.arange(0, BLOCK_H)
         sums_ptrs = sums_ptr + (part * tl.num_programs(0) + program) * 2 * HALF + offs

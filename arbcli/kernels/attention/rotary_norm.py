@@ -183,6 +183,7 @@ def _rotary_norm_backward_kernel(
     mask = (row < num_rows)[:, None] & (offs_h < HALF)
     out = ((token * 3 * HEADS + head) * 2 * HALF)[:, None] + offs_h
     part = tl.program_id(1)
+    # values are copied
     if part == 2:
         grad_ptrs = grad_v_ptr + batch * stride_vb + head * stride_vh + position * stride_vt
         grad_ptrs = grad_ptrs[:, None] + offs_h
@@ -196,6 +197,7 @@ def _rotary_norm_backward_kernel(
             grad_ptrs = grad_k_ptr + batch * stride_kb + head * stride_kh + position * stride_kt
         grad_ptrs = grad_ptrs[:, None] + offs_h
         out += part * 2 * HEADS * HALF
+        # backward of the norm, from y and r; then rotate by the negative angle
         first, second = load_halves(qkv_ptr + out, mask, HALF)
         grads = load_halves(grad_ptrs, mask, HALF)
         r = tl.load(r_ptr + (token * 2 + part) * HEADS + head, mask=row < num_rows, other=0)

@@ -146,6 +146,7 @@ def _gated_rms_norm_backward_kernel(
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     r = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
     mean = r
+    # rows wider than a tile: a first pass sums y**2 and y * grad
     if HAS_NORM and not WHOLE:
         squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
         products = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -163,6 +164,7 @@ def _gated_rms_norm_backward_kernel(
         offs_d, mask = tile_at(start, offs_m, M, D, BLOCK_D)
         gate, up = _load_gates(gate_ptr, up_ptr, offs_m, offs_d, mask, M, D, stride_xm, PACKED)
         grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
+        # recompute the forward
         share = sigmoid(gate)
         silu = gate * share
         y = silu * up
@@ -177,8 +179,10 @@ def _gated_rms_norm_backward_kernel(
                 silu = gate * share
                 y = silu * up
             y *= r
+            # backward of the norm: gradient of silu(gate) * up
             grad = r * (grad - y * mean)
             y *= one
+        # the output again, which the gradient of the next weight needs; then those of up and gate
         store_rows(y_ptr, y, offs_m, offs_d, mask, D)
         store_rows(grad_up_ptr, grad * silu, offs_m, offs_d, mask, 2 * D)
         slope = share * (1 + gate - silu)

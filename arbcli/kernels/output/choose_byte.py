@@ -110,6 +110,7 @@ def choose_symbol(
         peak = tl.max(score)
         score = (score - peak) / temperature
         if some:
+            # rank of each symbol, and the probability of all likelier ones, relative to the peak
             rank = tl.zeros((BLOCK_V,), dtype=tl.int32)
             before = tl.zeros((BLOCK_V,), dtype=tl.float32)
             for start in range(0, V, BLOCK_J):  # a thread compares one symbol with all others
@@ -121,9 +122,11 @@ def choose_symbol(
                 likelier = (other > score[None, :]) | tied  # [BLOCK_J, BLOCK_V]
                 rank += tl.sum(likelier.to(tl.int32), axis=0)
                 before += tl.sum(tl.where(likelier, tl.exp(other), 0), axis=0)
+            # top-k, then top-p of the symbols that are left
             kept &= rank < top_k
             total = tl.sum(tl.where(kept, tl.exp(score), 0))
             kept &= before < tl.where(top_p < 1, top_p, 2.0) * total  # 1 keeps all
+        # Gumbel noise
         word = random_words(key, position, symbol)
         uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
         score = tl.where(kept, score - tl.log(-tl.log(uniform)), float("-inf"))

@@ -106,14 +106,17 @@ def _blend_moment_kernel(
         rows = rows + ((values, state, row_gain),)  # noqa: RUF005 (triton knows no star)
     squares = tl.zeros((BLOCK_K,), dtype=tl.int32)
     for i in tl.static_range(PAIRS):
+        # one word of random bits serves two rows
         words = random_words(key, first + i, k)  # [BLOCK_K]
         for half in tl.static_range(2):
             n = 2 * (first + i) + half
             values, state, row_gain = rows[2 * i + half]
+            # direction in fixed point, then the new moment with 16 fractional bits
             u = fixed_point(values, row_gain, column_gain, LIMIT, HAS_ROWS)
             state = state.to(tl.int32)
             old = state >> 4 if NIBBLE else state
             new = old * decay + ((u * gain) >> shift)
+            # stochastic rounding: add random bits, clip, and drop the fraction
             random = words >> (16 * half)
             if TURNS:
                 random += turn

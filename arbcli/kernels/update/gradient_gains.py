@@ -170,6 +170,7 @@ def _average(
     whole = tl.load(statistic_ptrs, mask=mask, other=0)  # [BLOCK_L] int8
     fraction = tl.load(statistic_ptrs + stride_sd, mask=mask, other=0)
     if ok:
+        # sum the parts of each row or column: several loads before the first use
         total = tl.zeros((BLOCK_P, BLOCK_L), dtype=tl.float32)
         for start in range(0, parts, BLOCK_P * AT_ONCE):
             loaded = ()
@@ -180,8 +181,10 @@ def _average(
                 loaded = loaded + (tl.load(ptrs, mask=here, other=0),)  # noqa: RUF005
             for i in tl.static_range(AT_ONCE):
                 total += loaded[i]
+        # exponential moving average of the mean square
         value = tl.sum(total, axis=0) / count + FLOOR
         mean_square = tl.where(whole == -128, value, 0.99 * _decode(whole, fraction) + 0.01 * value)
+        # its log2, rounded stochastically to steps of 1/128, as two digits
         t = tl.minimum(tl.maximum(128 * tl.log2(mean_square), LOWEST), HIGHEST)
         word = random_words(tl.load(key_ptr), tl.zeros_like(offs_l), offs_l) & 0xFFFF
         low = tl.floor(t)
@@ -190,6 +193,7 @@ def _average(
         whole, fraction = (digits >> 7).to(tl.int8), (digits & 127).to(tl.int8)
         tl.store(statistic_ptrs, whole, mask=mask)
         tl.store(statistic_ptrs + stride_sd, fraction, mask=mask)
+    # gain: the inverse root of the average
     running = tl.maximum(_decode(whole, fraction), 1e-38)
     tl.store(gain_ptr + offs_l, factor * tl.rsqrt(running), mask=mask)
 
@@ -206,6 +210,7 @@ def _gradient_gains_kernel(
     BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Decide in the first program if the gradient is usable; others average rows, then columns."""
+    # every program computes the sum of squares
     total = sum_parts(squares_ptr, parts, tl.float32)
     ok = (total >= SMALLEST) & (total <= LARGEST)
     # the mean of a small total would be subnormal, which the GPU's roots take for zero
@@ -214,12 +219,15 @@ def _gradient_gains_kernel(
     tile = tl.program_id(0) - 1
     row_tiles = tl.cdiv(N, BLOCK_L)
     if tile < 0:
+        # validity, and the factor to unit RMS in units of 2**-16
         tl.store(ok_ptr, ok.to(tl.int32))
         tl.store(unit_ptr, tl.where(ok, 65536 * scale * tl.rsqrt(mean_square), 0))
+        # count refused gradients, and note one that is not finite
         if not ok:
             tl.store(refused_ptr, tl.load(refused_ptr) + 1)
             if not (total <= LARGEST):
                 tl.store(nonfinite_ptr, 1)
+        # gain of the slopes of scales
         mean = sum_parts(slope_squares_ptr, parts, tl.float64) / num_slopes
         gain = tl.where(mean > 0, 65536 / tl.sqrt(tl.maximum(mean, 1e-300)), 0)
         tl.store(slope_gain_ptr, tl.minimum(gain, 3e38).to(tl.float32))

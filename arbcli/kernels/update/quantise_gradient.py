@@ -141,6 +141,7 @@ def _quantise_gradient_kernel(
     pair = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     key = tl.load(key_ptr)
     n0, n1 = 2 * pair, 2 * pair + 1
+    # exponents of both rows of a pair; one word of random bits serves both
     e0 = tl.load(exponent_ptr + n0, mask=n0 < N, other=-128).to(tl.int32)
     e1 = tl.load(exponent_ptr + n1, mask=n1 < N, other=-128).to(tl.int32)
     largest0 = tl.zeros((BLOCK_P,), dtype=tl.int32)
@@ -151,11 +152,13 @@ def _quantise_gradient_kernel(
         mask0, mask1 = (n0 < N)[:, None] & (k < K), (n1 < N)[:, None] & (k < K)
         signs = column_signs(k).to(tl.float32)
         shared = (grad_ptr, k, signs, stride_gn, stride_gk)
+        # mix the columns, scale, round stochastically; largest magnitude of each row
         q0, found0 = _quantised(n0[:, None], mask0, e0, words, *shared, LIMIT, BLOCK, STAGES)
         q1, found1 = _quantised(n1[:, None], mask1, e1, words >> 16, *shared, LIMIT, BLOCK, STAGES)
         largest0, largest1 = tl.maximum(largest0, found0), tl.maximum(largest1, found1)
         sums0 = sums_ptr + n0[:, None] * stride_sn + k
         sums1 = sums_ptr + n1[:, None] * stride_sn + k
+        # add the sums so far, of eight bits or, with `low_ptr`, of twelve
         if ADD:
             before0 = tl.load(sums0, mask=mask0, other=0).to(tl.int32)
             before1 = tl.load(sums1, mask=mask1, other=0).to(tl.int32)
@@ -165,6 +168,7 @@ def _quantise_gradient_kernel(
                 bits = tl.load(low_ptr + pair[:, None] * stride_ln + k, mask=mask0, other=0)
                 q0 += before0 * 16 + (bits.to(tl.int32) & 15)
                 q1 += before1 * 16 + (bits.to(tl.int32) >> 4)
+        # split sums of twelve bits: lower four of both rows to a byte
         if low_ptr is not None:
             bits = (q0 & 15) | ((q1 & 15) << 4)
             tl.store(low_ptr + pair[:, None] * stride_ln + k, bits.to(tl.uint8), mask=mask0)

@@ -58,10 +58,12 @@ def _sign_gradient_kernel(
 ):  # fmt: skip
     tile_n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # columns of GROUPS groups, each padded to LANES lanes
     lane = tl.arange(0, GROUPS * LANES)
     k = (tile * GROUPS + lane // LANES) * GROUP + lane % LANES
     mask_k = (k < K) & (lane % LANES < GROUP)
     mask_n = n < N
+    # gradient of the tile, summed over the rows of x
     grad = tl.zeros((BLOCK_N, GROUPS * LANES), dtype=tl.float32)
     for start in range(0, M, BLOCK_M):
         m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -75,10 +77,12 @@ def _sign_gradient_kernel(
         )  # fmt: skip
         grad = tl.dot(y, x, grad, input_precision="ieee")
     mask = mask_n[:, None] & mask_k[None, :]
+    # signs, and the squares of this tile
     sign = (grad > 0).to(tl.int32) - (grad < 0).to(tl.int32)
     tl.store(signs_ptr + n[:, None] * K + k[None, :], sign.to(tl.int8), mask=mask)
     tl.store(squares_ptr + tl.program_id(0), tl.sum(tl.where(mask, grad * grad, 0)))
 
+    # slope of each scale: signs times trits, summed over a group, times the scale
     offs_byte, factor = trit_positions(k, K)
     byte = tl.load(
         packed_ptr + n[:, None] * stride_pn + offs_byte[None, :] * stride_pb, mask=mask, other=0

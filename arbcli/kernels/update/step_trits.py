@@ -237,6 +237,7 @@ def _gain(
 ):
     if SOURCE == "direction":
         return tl.load(gain_ptr), tl.load(shift_ptr)
+    # the moment is brought to unit root-mean-square: see `moment_gain`
     mean_square = tl.div_rn(tl.load(squares_ptr).to(tl.float32), num_weights)
     step_size = tl.load(gain_ptr).to(tl.float32) * 0.0000152587890625  # 2**-16
     gain = tl.div_rn(step_size, tl.sqrt_rn(mean_square))
@@ -344,6 +345,7 @@ def _step(
     REMAINDER_MAX: tl.constexpr,
 ):  # fmt: skip
     """Step weights and return both digits; trits are 0, 1, 2 here, and so z is P more."""
+    # step in units of 2**-16 of z, clipped; weight decay is not
     step = u * gain
     if SOURCE == "direction":
         step = step >> shift
@@ -351,10 +353,12 @@ def _step(
     low = (state << 28) >> 28 if NIBBLE else state
     if HAS_DECAY:
         step += (((old - 1) * RADIX + low) * decay) >> 8
+    # z minus the step, rounded stochastically: random bits below the unit, then a floor
     z = old * (RADIX << 16) + (low << 16) - step + random.to(tl.int32)
     # clipped before the shift, as an addition and a maximum are one instruction
     HIGHEST: tl.constexpr = ((2 * RADIX + REMAINDER_MAX) << 16) + 0xFFFF
     z = tl.minimum(tl.maximum(z, -REMAINDER_MAX << 16), HIGHEST) >> 16
+    # carry: the new trit counts the thresholds that z reaches, by sign bits of differences
     new = 2 + ((z - RADIX - RADIX // 2 - 1) >> 31) + ((z - RADIX // 2) >> 31)
     low = z - new * RADIX
     if NIBBLE:

@@ -43,11 +43,13 @@ def _sum_gradients_kernel(
     n = tl.program_id(0).to(tl.int64) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
     k = (tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
     mask = (n < N)[:, None] & (k < K)
+    # power of two of each row, over the size of a Hadamard block
     e = tl.load(exponent_ptr + n, mask=n < N, other=-128).to(tl.int32)
     scale = ((127 + e) << 23).to(tl.float32, bitcast=True) * (1.0 / BLOCK)
     scale = tl.where(e == -128, 0.0, scale)
     total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.int32)
     worst = tl.full((BLOCK_N,), -128, dtype=tl.int32)
+    # exact int32 sum over processes, and the largest of their fitting exponents
     for _ in range(PARTS):
         part = tl.load(parts_ptr + n[:, None] * K + k, mask=mask, other=0).to(tl.int32)
         if low_ptr is not None:
@@ -59,6 +61,7 @@ def _sum_gradients_kernel(
         parts_ptr += stride_pp
         fitting_ptr += stride_fp
         worst = tl.maximum(worst, fits.to(tl.int32))
+    # invert the mixing, scale, and make rows infinite that were so in any process
     if STAGES > 0:
         total = mix_blocks(total, BLOCK, STAGES) * column_signs(k)
     grad = total.to(tl.float32) * scale[:, None]

@@ -130,10 +130,12 @@ def _take_new(
     """
     HALF: tl.constexpr = WIDTH // 2
     d, vectors, words = 8 * (thread % (WIDTH // 8)), _vectors_of(thread, M, WIDTH), ()
+    # load all vectors before the first use
     for i in tl.static_range(len(vectors)):
         place = (vectors[i] % M * 3 + vectors[i] // M) * HEADS + head
         words = words + (ptx.load_new(qkv_ptr + place * HALF + d // 2, PTX),)  # noqa: RUF005
     for i in tl.static_range(len(vectors)):
+        # rotate queries and keys; values are copied
         v, plain, four = vectors[i], words[i], ()
         rotated = rotate(plain, angles[i][0], angles[i][1], eps, WIDTH, PTX)
         for j in tl.static_range(4):
@@ -212,6 +214,7 @@ def _attend_ahead_kernel(
     STRIDE: tl.constexpr = 32 // LANES * WARPS
     SPAN: tl.constexpr = STRIDE * PASSES
     OF_ROW: tl.constexpr = (4 * WIDTH + 16) * WARPS  # shared-memory bytes, after the new vectors
+    # a group of LANES threads has a slot, and a thread eight elements of its vectors
     thread = tl.arange(0, 32 * WARPS)
     warp, lane = thread // 32, thread % 32
     d = 8 * (lane % LANES)
@@ -220,8 +223,10 @@ def _attend_ahead_kernel(
     before = tl.load(position_ptr)
     # in a ring that is not full, the slots of the new bytes are empty
     filled, seen = tl.minimum(before, W), tl.minimum(before + tl.minimum(start + EACH, M), W)
+    # the first span of this part; parts take spans in turns
     first, apart = part * SPAN, SPAN * tl.num_programs(1)
     if first < seen:
+        # issue the loads that do not depend on the previous kernel, then wait for it
         mine = first + thread // LANES
         at = head.to(tl.int64) * W * HALF + d // 2  # in words of two elements
         keys_of_head, values_of_head = keys_ptr + at, values_ptr + at
@@ -236,9 +241,11 @@ def _attend_ahead_kernel(
         sums_at = memory + 6 * WIDTH * M
         wait_for_last(OVERLAP, True)
 
+        # stage the rotated queries and keys, and the values, of all new bytes in shared memory
         stores = (part == 0) & (start == 0)
         _take_new(qkv_ptr, new_ptr, angles, head, HEADS, eps, stores, memory, thread, M, WIDTH, PTX)
         tl.debug_barrier()
+        # several spans: the sums of all bytes stay in registers, and each span is read once
         if SEVERAL:
             sums = ()
             for i in tl.static_range(EACH):
@@ -250,6 +257,7 @@ def _attend_ahead_kernel(
                 sums = sums + row_sums + (total,)
             for begin in tl.range(first, seen, apart, disable_licm=True):
                 span_memory, added = mine + (begin - first), ()
+                # bring the span to the state that the first byte of this program attends to
                 keys, values = _put_before(
                     keys, values, memory, before, start, W, span_memory, begin, d,
                     M, EACH, WIDTH, STRIDE, PTX,
@@ -257,6 +265,7 @@ def _attend_ahead_kernel(
                 for i in tl.static_range(EACH):
                     row = tl.minimum(start + i, M - 1)
                     slot = (before + row) % W
+                    # attend from a byte, then store the byte itself in its slot for the next one
                     q = ptx.unpair_four(ptx.read_four(memory + (2 * WIDTH * row + 2 * d), PTX))
                     row_sums, total = add_span(
                         sums[9 * i : 9 * i + 8], sums[9 * i + 8], keys, values, q, span_memory,
@@ -269,6 +278,7 @@ def _attend_ahead_kernel(
                             M, WIDTH, STRIDE, PTX,
                         )  # fmt: skip
                 sums = added
+                # load the next span after the last use of this one, to the same registers
                 keys, values = load_span(
                     keys_of_head, values_of_head, span_memory + apart, filled, W,
                     WIDTH, STRIDE, PASSES, PTX,
@@ -276,7 +286,7 @@ def _attend_ahead_kernel(
             for i in tl.static_range(EACH):
                 to = sums_at + (OF_ROW * i + OF_ROW // WARPS * warp)
                 write_sums(to, sums[9 * i : 9 * i + 8], sums[9 * i + 8], d, lane, WIDTH, PTX)
-        else:
+        else:  # one span, which stays in registers: finish one byte after another
             keys, values = _put_before(
                 keys, values, memory, before, start, W, mine, first, d, M, EACH, WIDTH, STRIDE, PTX
             )
@@ -298,6 +308,7 @@ def _attend_ahead_kernel(
                         keys, values, memory, row, slot, mine, first, d, M, WIDTH, STRIDE, PTX
                     )
         tl.debug_barrier()
+        # add up the warps, and store the mean and the total of each byte, one element per thread
         for turn in tl.static_range(0, EACH * WIDTH, 32 * WARPS):
             i = (turn + thread) // WIDTH
             local = tl.minimum(i, EACH - 1)
@@ -320,6 +331,7 @@ def _average_parts_kernel(
     u = tl.minimum(32 * tl.program_id(0) + tl.arange(0, 32), K // 8 - 1)  # the last one again
     filled = tl.minimum(tl.cdiv(tl.load(position_ptr) + row + 1, span), PARTS) + 0 * u
     wait_for_last(OVERLAP, True)
+    # load the filled parts of a byte at once; others count 0
     octets, shares = (), ()
     for part in tl.static_range(PARTS):
         place, some = row * PARTS + part, filled > part
@@ -327,6 +339,7 @@ def _average_parts_kernel(
         part_ptr = values_ptr + (place * (K // 4) + 2 * u)
         octets = octets + (ptx.load_where(part_ptr, some, False, PTX),)  # noqa: RUF005
         shares = shares + (tl.load(head_totals_ptr, mask=some, other=0, cache_modifier=".cg"),)  # noqa: RUF005
+    # mean of the parts, weighted by their totals, in the same order as in `row_matmul`
     total = tl.zeros(u.shape, tl.float32)
     sums = (total,) * 8
     for part in tl.static_range(PARTS):

@@ -116,6 +116,7 @@ def _append_position_kernel(
     FLOATS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
+    # base pointers of this text; a program has one key head
     kv, text = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position = tl.load(position_ptr + text)
     new_ptr, still_ptr = new_ptr + text * 3 * KV * WIDTH, still_ptr + text * KV * WIDTH
@@ -131,6 +132,7 @@ def _append_position_kernel(
     mask = offs < HALF
     base = kv * WIDTH
     dtype = new_ptr.dtype.element_ty
+    # recent byte: normalise, rotate, store in the ring
     r1, r2 = rotary.load_halves(new_ptr + base + offs, mask, HALF)
     r = tl.rsqrt(tl.sum(r1 * r1 + r2 * r2) / WIDTH + eps)
     r1, r2 = _rotated(r1 * r, r2 * r, cos_ptr, sin_ptr, position, offs, mask, HALF)
@@ -139,6 +141,7 @@ def _append_position_kernel(
     _store_vector(recent_ptr, recent_exponents_ptr, slot, r1, r2, offs, mask, dtype, HALF, EIGHT,
                   FLOATS, NATIVE)  # fmt: skip
 
+    # append value and gate to the open block
     kept, number = position % M, position // M
     value_ptr, gate_ptr = new_ptr + KV * WIDTH + base, new_ptr + 2 * KV * WIDTH + base
     v1 = tl.load(value_ptr + offs, mask=mask, other=0)
@@ -148,6 +151,7 @@ def _append_position_kernel(
     at = kept * (KV * WIDTH) + base + offs
     rotary.store_halves(opened_ptr + at, v1, v2, mask, HALF)
     rotary.store_halves(opened_ptr + M * KV * WIDTH + at, a1, a2, mask, HALF)
+    # pool the open block, with the new byte from registers, and normalise
     c1 = _entry_half(opened_ptr, beta_ptr, kept, M, KV, base, offs, mask, v1.to(tl.float32),
                      a1.to(tl.float32), WIDTH, BLOCK_M)  # fmt: skip
     c2 = _entry_half(opened_ptr, beta_ptr, kept, M, KV, base + HALF, offs, mask,
@@ -156,6 +160,7 @@ def _append_position_kernel(
     r = tl.rsqrt(tl.sum(c1 * c1 + c2 * c2) / WIDTH + eps)
     c1, c2 = (c1 * r).to(dtype), (c2 * r).to(dtype)
     rotary.store_halves(still_ptr + base + offs, c1, c2, mask, HALF)
+    # entry: rotate by its first position, store
     c1, c2 = _rotated(
         c1.to(tl.float32), c2.to(tl.float32), cos_ptr, sin_ptr, number * M, offs, mask, HALF
     )

@@ -85,10 +85,12 @@ def _choose_next_kernel(
     query_ptr, key_ptr = query_ptr + text * HEADS * (WIDTH + 1), key_ptr + text * WIDTH
     keys_ptr, choice_ptr = keys_ptr + text * E * WIDTH, choice_ptr + text * SIZE
     scores_ptr += text * E
+    # the entry that the byte belongs to, and the number of complete entries
     number, complete = position // M, (position + 1) // M
     dtype = query_ptr.dtype.element_ty
     offs, rows = tl.arange(0, BLOCK_H)[None, :], tl.arange(0, BLOCK_R)
     mask = offs < HALF
+    # store the key of the open entry, rotated by its first position
     table = (number * M).to(tl.int64) * HALF + offs
     cos, sin = rotary.load_angles(cos_ptr, sin_ptr, table, mask)
     k1, k2 = rotary.load_halves(key_ptr + offs, mask, HALF)
@@ -99,10 +101,12 @@ def _choose_next_kernel(
     at = (number % E) * WIDTH + offs
     rotary.store_halves(keys_ptr + at, k1, k2, mask, HALF)
     s = tl.arange(0, BLOCK)
+    # an empty selection until the first entry is complete
     if complete == 0:
         tl.store(choice_ptr + s, -1, mask=s < SIZE)
     if (position + 1) % M == 0:
         tl.debug_barrier()  # the new key is read again
+        # queries of all heads, normalised and rotated, and their weights
         head_mask = (rows < HEADS)[:, None] & mask
         table = position.to(tl.int64) * HALF + offs
         cos, sin = rotary.load_angles(cos_ptr, sin_ptr, table, mask)
@@ -111,6 +115,7 @@ def _choose_next_kernel(
         q1, q2 = _rotate_rows(q1, q2, cos, sin, eps, HALF)
         q1, q2 = q1.to(dtype), q2.to(dtype)
         w = tl.load(query_ptr + HEADS * WIDTH + rows, mask=rows < HEADS, other=0).to(tl.float32)
+        # scores of all slots, to memory: weighted sum over heads of relu(q . k)
         for start in range(0, tl.minimum(E, number + 1), BLOCK_N):
             slot = start + tl.arange(0, BLOCK_N)
             ptrs = keys_ptr + slot[:, None] * WIDTH + offs

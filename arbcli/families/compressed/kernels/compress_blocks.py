@@ -87,17 +87,20 @@ def _compress_blocks_kernel(
     mask = ((i < M) & (t < T))[:, None] & (offs < HALF)
     x_ptr += b * stride_xb
     dtype = x_ptr.dtype.element_ty
+    # recent bytes: normalise and rotate
     r1, r2 = _rows_of(x_ptr, 0, t, kv, offs, mask, stride_xt, KV, HALF)
     r = rotary.inverse_rms(r1, r2, eps, HALF)[:, None]
     cos, sin = rotary.load_angles(cos_ptr, sin_ptr, t[:, None] * HALF + offs, mask)
     out = recent_ptr + ((b * T + t) * KV + kv)[:, None] * WIDTH + offs
     rotary.store_rotated(out, r1, r2, cos, sin, r, mask, HALF)
     if block < E:
+        # pool the values of a full block, by softmax over its bytes for each element
         v1, v2 = _rows_of(x_ptr, 1, t, kv, offs, mask, stride_xt, KV, HALF)
         a1, a2 = _rows_of(x_ptr, 2, t, kv, offs, mask, stride_xt, KV, HALF)
         p1 = _shares(a1, beta_ptr, kv * WIDTH, i, offs, mask, M)
         p2 = _shares(a2, beta_ptr, kv * WIDTH + HALF, i, offs, mask, M)
         c1, c2 = tl.sum(p1 * v1, axis=0)[None, :], tl.sum(p2 * v2, axis=0)[None, :]
+        # normalise the entry, round it, and rotate it by the first position of the block
         rc = rotary.inverse_rms(c1, c2, eps, HALF)[:, None]
         e1, e2 = (c1 * rc).to(dtype), (c2 * rc).to(dtype)
         at = ((b * E + block) * KV + kv) * WIDTH + offs
@@ -130,6 +133,7 @@ def _compress_blocks_backward_kernel(
     mask = ((i < M) & (t < T))[:, None] & (offs < HALF)
     x_ptr += b * stride_xb
     dtype = grad_ptr.dtype.element_ty
+    # recent bytes: backward of rotation and norm
     r1, r2 = _rows_of(x_ptr, 0, t, kv, offs, mask, stride_xt, KV, HALF)
     r = rotary.inverse_rms(r1, r2, eps, HALF)
     cos, sin = rotary.load_angles(cos_ptr, sin_ptr, t[:, None] * HALF + offs, mask)
@@ -140,6 +144,7 @@ def _compress_blocks_backward_kernel(
     rotary.store_halves(out, g1, g2, mask, HALF)
     out += KV * WIDTH
     if block < E:
+        # recompute shares and entry of a full block
         v1, v2 = _rows_of(x_ptr, 1, t, kv, offs, mask, stride_xt, KV, HALF)
         a1, a2 = _rows_of(x_ptr, 2, t, kv, offs, mask, stride_xt, KV, HALF)
         p1 = _shares(a1, beta_ptr, kv * WIDTH, i, offs, mask, M)
@@ -148,15 +153,18 @@ def _compress_blocks_backward_kernel(
         rc = rotary.inverse_rms(c1, c2, eps, HALF)
         half = offs < HALF
         at = ((b * E + block) * KV + kv) * WIDTH + offs
+        # gradient of the pooled vector: backward of rotation and norm
         e1, e2 = rotary.load_halves(grad_entries_ptr + at, half, HALF)
         cos0 = tl.load(cos_ptr + block * M * HALF + offs, mask=half, other=0)
         sin0 = tl.load(sin_ptr + block * M * HALF + offs, mask=half, other=0)
         e1, e2 = _unrotated(e1, e2, c1, c2, rc, cos0, sin0, HALF)
+        # gradients of values and gates: backward of the weighted sum and the softmax
         g1, g2 = p1 * e1, p2 * e2
         rotary.store_halves(out, g1, g2, mask, HALF)
         tl.store(out + KV * WIDTH, (g1 * (v1 - c1)).to(dtype), mask=mask)
         tl.store(out + KV * WIDTH + HALF, (g2 * (v2 - c2)).to(dtype), mask=mask)
     else:
+        # the last block is not full: its values and gates have no gradient
         zero = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
         rotary.store_halves(out, zero, zero, mask, HALF)
         rotary.store_halves(out + KV * WIDTH, zero, zero, mask, HALF)

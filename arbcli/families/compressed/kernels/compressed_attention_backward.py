@@ -73,12 +73,14 @@ def _rotate_gradients_kernel(
     both = mask[:, None] & (offs < HALF)
     x_rows = b.to(tl.int64) * stride_xb + t.to(tl.int64) * stride_xt + h * stride_xh
     rows = row.to(tl.int64) * (2 * HALF)
+    # load queries before rotation, output gradients and outputs, as halves
     cos = tl.load(cos_ptr + t[:, None] * HALF + offs, mask=both, other=0)
     sin = tl.load(sin_ptr + t[:, None] * HALF + offs, mask=both, other=0)
     x1, x2 = rotary.load_halves(x_ptr + x_rows[:, None] + offs, both, HALF)
     at = rows[:, None] + offs
     g1, g2 = rotary.load_halves(grad_ptr + at, both, HALF)
     y1, y2 = rotary.load_halves(y_ptr + at, both, HALF)
+    # D, then queries and output gradients in the rotated frame of keys
     tl.store(delta_ptr + row, tl.sum(g1 * y1 + g2 * y2, axis=1), mask=mask)
     r = rotary.inverse_rms(x1, x2, eps, HALF)[:, None]
     rotary.store_rotated(q_ptr + at, x1, x2, cos, sin, r, both, HALF)

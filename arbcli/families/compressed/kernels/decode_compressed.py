@@ -75,6 +75,7 @@ def _decode_compressed_kernel(
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
     head, split, text = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    # base pointers of this text
     kv = head // (HEADS // KV)
     position = tl.load(position_ptr + text)
     rows, entry_rows = text * W * KV, text * E * KV
@@ -91,9 +92,11 @@ def _decode_compressed_kernel(
         )
     offs = tl.arange(0, BLOCK_H)
     mask = offs < HALF
+    # slots of this program: first those of the ring, then those of entries
     s = split * BLOCK_S + tl.arange(0, BLOCK_S)
     near, complete = s < W, (position + 1) // M
     k = s - W
+    # index of each entry: from the selection, or from the ring of entries
     if CHOSEN:
         number = tl.load(choice_ptr + k, mask=(k >= 0) & (k < K), other=-1)
         seen = number >= 0
@@ -104,6 +107,7 @@ def _decode_compressed_kernel(
         seen = seen & (number < complete) & (number >= complete - MOST)
     near = near & (s <= position)
     slot = tl.where(seen, number % E, 0).to(tl.int64)
+    # keys, which are values too, from either source, as halves
     r1, r2 = load_vectors(recent_ptr, s * KV + kv, near, WIDTH, HALF, BLOCK_H)
     k1, k2 = load_vectors(entries_ptr, slot * KV + kv, seen, WIDTH, HALF, BLOCK_H)
     k1, k2 = tl.where(near[:, None], r1, k1), tl.where(near[:, None], r2, k2)
@@ -115,6 +119,7 @@ def _decode_compressed_kernel(
     k1, k2 = k1.to(tl.float32), k2.to(tl.float32)
     seen = seen | near
 
+    # query of the byte, normalised and rotated
     table = position.to(tl.int64) * HALF + offs
     cos, sin = rotary.load_angles(cos_ptr, sin_ptr, table, mask)
     x1, x2 = rotary.load_halves(x_ptr + head * WIDTH + offs, mask, HALF)
@@ -122,6 +127,7 @@ def _decode_compressed_kernel(
     dtype = x_ptr.dtype.element_ty
     q1 = ((x1 * cos - x2 * sin) * r).to(dtype).to(tl.float32)
     q2 = ((x1 * sin + x2 * cos) * r).to(dtype).to(tl.float32)
+    # partial sums of this program: of weights, and of weighted vectors
     score = tl.sum(k1 * q1[None, :] + k2 * q2[None, :], axis=1) * scale
     weight = tl.where(seen, tl.exp(score), 0)
     part = head * SPLITS + split
@@ -132,6 +138,7 @@ def _decode_compressed_kernel(
 
     tl.debug_barrier()  # all threads store their sums before the program is counted
     if tl.atomic_add(semaphores_ptr + head, 1, sem="acq_rel") == SPLITS - 1:
+        # the last program adds all parts in order, starting from the sink
         total = tl.exp(tl.load(sink_ptr + head))
         y1, y2 = tl.zeros((BLOCK_H,), dtype=tl.float32), tl.zeros((BLOCK_H,), dtype=tl.float32)
         for start in range(0, SPLITS, BLOCK_P):
@@ -140,6 +147,7 @@ def _decode_compressed_kernel(
             total += tl.sum(tl.load(totals_ptr + parts, mask=p < SPLITS, other=0))
             s1, s2 = load_vectors(sums_ptr, parts, p < SPLITS, WIDTH, HALF, BLOCK_H)
             y1, y2 = y1 + tl.sum(s1, axis=0), y2 + tl.sum(s2, axis=0)
+        # values were rotated like keys: rotate the output back by the query's angle
         y1, y2 = y1 / total, y2 / total
         out = y_ptr + head * WIDTH + offs
         rotary.store_rotated_back(out, y1, y2, cos, sin, mask, HALF)

@@ -121,6 +121,7 @@ def _grouped_matmul_kernel(
     begin = tl.load(starts, mask=(offs_e > 0) & (offs_e <= E + 1), other=0)
     end = tl.load(starts + stride_b, mask=offs_e <= E, other=S)
     begin, end = tl.maximum(begin, 0).to(tl.int32), tl.minimum(end, S).to(tl.int32)
+    # number of blocks of rows of each group, and their cumulative sum
     blocks = tl.where(is_group, (tl.maximum(end - begin, 0) + BLOCK_M - 1) // BLOCK_M, 0)
     ends = tl.cumsum(blocks, 0)
     before = ends - blocks
@@ -129,14 +130,17 @@ def _grouped_matmul_kernel(
     x_strides, w_strides = (stride_xe, stride_xm, stride_xk), (stride_we, stride_wr, stride_wc)
 
     for tile in range(tl.program_id(0), num_blocks * columns, tl.num_programs(0)):
+        # band, block of rows and columns of the tile
         first = tile // (BAND * columns) * BAND
         height = tl.minimum(num_blocks - first, BAND)
         block = first + (tile - first * columns) % height
         n = (tile - first * columns) // height * BLOCK_N
+        # search the group of the block: its matrix, first row and end
         mine = (before <= block) & (block < ends)
         group = tl.sum(tl.where(mine, offs_e, 0), axis=0)
         m = tl.sum(tl.where(mine, begin + (block - before) * BLOCK_M, 0), axis=0)
         last = tl.sum(tl.where(mine, end, 0), axis=0)
+        # rows without an expert have no products and are stored as zeros
         steps = tl.where((group > 0) & (group <= E), tl.cdiv(K, BLOCK_K), 0)
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -153,6 +157,7 @@ def _grouped_matmul_kernel(
                 ).T
             acc = tl.dot(x, w, acc, input_precision="ieee")
 
+        # store the rows of this group only
         offs_m = (m + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         offs_n = (n + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
         y_ptrs = y_ptr + offs_m * stride_ym + offs_n * stride_yn
@@ -171,12 +176,14 @@ def _grouped_grad_w_kernel(
     columns = tl.cdiv(K, BLOCK_K)
     n = tl.program_id(0) // columns * BLOCK_N
     k = tl.program_id(0) % columns * BLOCK_K
+    # rows of the expert, and the end of its full steps
     first = tl.maximum(tl.load(bounds_ptr + expert * stride_b), 0).to(tl.int32)
     last = tl.minimum(tl.load(bounds_ptr + (expert + 1) * stride_b), S).to(tl.int32)
     whole = first + tl.maximum(last - first, 0) // BLOCK_R * BLOCK_R
     of_y = (S, N, stride_ye, stride_ym, stride_yn)
     of_x = (S, K, stride_xe, stride_xm, stride_xk)
 
+    # accumulate over the rows of the expert
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for row in range(first, whole, BLOCK_R):
         grad_y = _load_tile(grad_y_tiles, first * 0, row, n, *of_y, DESCRIBED, BLOCK_R, BLOCK_N)

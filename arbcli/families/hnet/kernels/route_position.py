@@ -112,17 +112,21 @@ def _route_position_kernel(
     kept = d < D * goes
     mean = tl.load(mean_ptr + d, mask=mask, other=0)
     dtype = y_ptr.dtype.element_ty
+    # probability that a chunk begins, by the router
     if LEARNED:
+        # n of this position; n + q of the previous one
         x = tl.load(x_ptr + d, mask=mask, other=0).to(tl.float32)
         x = (x * tl.rsqrt(tl.sum(x * x) / D + eps)).to(dtype)
         u = tl.load(last_ptr + d, mask=mask, other=0).to(tl.float32)
         u += tl.load(last_ptr + D + d, mask=mask, other=0).to(tl.float32)
         wait_for_last(OVERLAP)
+        # cosine of the previous n + q and this n + k
         q = tl.load(rows_ptr + d, mask=mask, other=0)
         v = tl.load(rows_ptr + D + d, mask=mask, other=0).to(tl.float32) + x.to(tl.float32)
         residual = tl.load(rows_ptr + 2 * D + d, mask=mask, other=0).to(tl.float32)
         cos = tl.sum(u * v) * (_inverse_length(u) * _inverse_length(v))
         p = tl.where(position == 0, 1.0, (1 - cos) / 2)
+        # what the next position is compared with; skipped texts keep theirs
         tl.store(last_ptr + d, x, mask=kept)
         tl.store(last_ptr + D + d, q, mask=kept)
     else:
@@ -137,11 +141,14 @@ def _route_position_kernel(
             p = (begins | (position == 0)).to(tl.float32)
             tl.debug_barrier()  # all threads read before any thread writes
             tl.store(byte_ptr + text, tl.where(goes > 0, byte, before))
+    # output, as if no chunk began, and the decision
     tl.store(y_ptr + d, (residual + mean).to(dtype), mask=mask)
     tl.store(p_ptr + text, p)
     tl.store(begins_ptr + text, (p * goes > 0.5).to(tl.uint8))
+    # set the condition of the graph node that computes the inner network
     if TELLS:
         tell_condition(handle_ptr, p > 0.5)
+    # advance the positions once all threads have read them
     tl.debug_barrier()
     tl.store(decoder_ptr + text, position)
     tl.store(encoder_ptr + text, position + goes)
@@ -159,11 +166,13 @@ def _take_chunk_kernel(
     if begins_ptr is not None:
         begins = tl.load(begins_ptr + text)
     mask = d < D * begins
+    # load what the inner network does not write, then wait for it
     share = tl.minimum(tl.maximum(tl.load(p_ptr + text), _LEAST), _MOST)
     mean = tl.load(mean_ptr + d, mask=mask, other=0)
     residual = tl.load(residual_ptr + d, mask=mask, other=0).to(tl.float32)
     wait_for_last(OVERLAP)
     z = tl.load(z_ptr + d, mask=mask, other=0).to(tl.float32)
+    # exponential moving average of chunks, and the output that depends on it
     mean = share * z + (1 - share) * mean
     tl.store(mean_ptr + d, mean, mask=mask)
     tl.store(y_ptr + d, (residual + mean).to(y_ptr.dtype.element_ty), mask=mask)

@@ -90,10 +90,12 @@ def _smooth_chunks_backward_kernel(
         p_next = tl.load(p_ptrs + stride_pc, mask=(c >= 0) & (c + 1 < C), other=0)
         grad_ptrs = grad_s_ptr + b * stride_gb + c * stride_gc + d * stride_gd
         grad = tl.load(grad_ptrs, mask=mask, other=0).to(tl.float32)
+        # g by a scan within the block, plus the decayed g of the block after it
         decay = tl.broadcast_to(1 - p_next, (BLOCK_C, BLOCK_D))
         decay, total = tl.associative_scan((decay, grad), 0, _compose)
         g = decay * after + total
         after = tl.sum(tl.where(offs == BLOCK_C - 1, g, 0), axis=0)[None, :]
+        # gradients of the chunk, and of its probability for these columns
         z_ptrs = z_ptr + b * stride_zb + c * stride_zc + d * stride_zd
         z = tl.load(z_ptrs, mask=mask, other=0).to(tl.float32)
         s_ptrs = s_ptr + b * stride_sb + (c - 1) * stride_sc + d * stride_sd

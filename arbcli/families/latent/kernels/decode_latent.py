@@ -82,11 +82,13 @@ def _decode_latent_kernel(
     latent_ptr, rotated_ptr = latent_ptr + text * W * LATENT, rotated_ptr + text * W * (2 * HALF)
     lengths_ptr, y_ptr = lengths_ptr + text * W * HEADS, y_ptr + text * HEADS * WIDTH
     slot, seen = position % W, tl.minimum(position + 1, W)
+    # angles of the position, which do not depend on the previous kernel
     offs_l, offs_r, offs_n = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
     mask_l, mask_r = offs_l < LATENT, offs_r < HALF
     table = position.to(tl.int64) * HALF
     cos, sin = load_angles(cos_ptr + table, sin_ptr + table, offs_r, mask_r)
     wait_for_last(OVERLAP)
+    # latent and rotary key of the new byte: all heads compute them, and one stores them
     c_ptr, q_ptr = row_ptr + HEADS * WIDTH, row_ptr + head * WIDTH
     c = tl.load(c_ptr + offs_l, mask=mask_l, other=0)
     t_0, t_1 = _load_rotated_halves(c_ptr + LATENT, offs_r, mask_r, cos, sin, HALF)
@@ -116,6 +118,7 @@ def _decode_latent_kernel(
     length = tl.rsqrt(key_squares / WIDTH + eps)
     tl.store(lengths_ptr + slot * HEADS + head, length)
 
+    # attend in the latent space; the new slot is taken from registers
     total, mean = 0.0, tl.zeros((BLOCK_L,), tl.float32)
     for start in range(0, seen, BLOCK_N):
         s = start + offs_n
@@ -125,6 +128,7 @@ def _decode_latent_kernel(
             tl.float32
         )  # [BLOCK_N, BLOCK_L]
         x = tl.where(is_new[:, None], c[None, :], x)
+        # the norm of a latent is a factor of its score and of its weight
         r = tl.rsqrt(tl.sum(x * x, axis=1) / LATENT + eps)
         at = rotated_ptr + (s[:, None] * (2 * HALF) + offs_r[None, :])
         a, b = load_halves(at, rotated, HALF)
@@ -133,6 +137,7 @@ def _decode_latent_kernel(
             tl.where(is_new[:, None], t_1[None, :], b),
         )
         slot_lengths = tl.load(lengths_ptr + (s * HEADS + head), mask=old, other=0)
+        # q . k, from latent and rotary part; weights need no maximum
         score = tl.sum(x * latent_query[None, :], axis=1) * r
         score += tl.sum(a * u_0[None, :] + b * u_1[None, :], axis=1)
         weight = tl.exp(score * tl.where(is_new, length, slot_lengths) * factor)
@@ -141,6 +146,7 @@ def _decode_latent_kernel(
         mean += tl.sum(x * (weight * r)[:, None], axis=0)
     mean /= total
 
+    # up-project the mean by V
     w_ptr += STILL * LATENT
     for start in range(0, WIDTH, BLOCK_N):
         k = start + offs_n

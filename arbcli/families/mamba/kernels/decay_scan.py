@@ -52,6 +52,7 @@ def _decay_scan_kernel(
     stride_vb, stride_vt, stride_vh, stride_vp, stride_gb, stride_gt, stride_gh,
     REVERSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
+    # base pointers of a head; a program has BLOCK_P columns of v and of the state
     b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     q_ptr += b * stride_qb + h * stride_qh
     k_ptr += b * stride_kb + h * stride_kh
@@ -65,6 +66,7 @@ def _decay_scan_kernel(
     state = tl.zeros((BLOCK_N, BLOCK_P), dtype=tl.float32)
     dtype = v_ptr.dtype.element_ty
     for start in range(0, T, BLOCK_T):
+        # positions of a piece, in the direction of the scan
         place = start + offs
         inside = place < T
         t = (T - 1 - place if REVERSE else place).to(tl.int64)
@@ -77,13 +79,16 @@ def _decay_scan_kernel(
         q = tl.load(q_ptr + t * stride_qt + n * stride_qn, mask=inside & (n < N), other=0)
         k = tl.load(k_ptr + t * stride_kt + n * stride_kn, mask=inside & (n < N), other=0)
         v = tl.load(v_ptr + t * stride_vt + p * stride_vp, mask=inside & (p < P), other=0)
+        # decay between pairs of positions of the piece
         c, end = tl.cumsum(g, axis=0), tl.sum(g, axis=0)
         apart = tl.where(is_before, c[:, None] - c[None, :], 0)
         weight = tl.where(is_before, tl.exp(apart), 0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * weight
+        # what earlier pieces contribute through the state, then the piece itself
         y = tl.exp(c)[:, None] * tl.dot(q, state.to(dtype), input_precision="ieee")
         y += tl.dot(scores.to(dtype), v, input_precision="ieee")
         tl.store(y_ptr + t * H * P + p, y, mask=inside & (p < P))
+        # carry the state to the end of the piece
         fading = (k * tl.exp(end - c)[:, None]).to(dtype)
         state = tl.exp(end) * state + tl.dot(tl.trans(fading), v, input_precision="ieee")
 

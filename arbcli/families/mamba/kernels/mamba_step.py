@@ -77,6 +77,7 @@ def _mamba_step_kernel(
     active_ptr, y_ptr, HEADS, N, P,
     TAPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    # base pointers of this text; a program has one head
     head, text = tl.program_id(0), tl.program_id(1)
     position = tl.load(position_ptr + text)
     inner = HEADS * P
@@ -102,21 +103,26 @@ def _mamba_step_kernel(
     rate, skip = tl.exp(tl.load(rate_ptr + head)), tl.load(skip_ptr + head)
     bias = tl.load(bias_ptr + head)
     wait_for_last(OVERLAP)
+    # the projections of this position
     new_ptr = rows_ptr + inner
     new_u = tl.load(new_ptr + u_columns, mask=mask_p, other=0)
     new_b = tl.load(new_ptr + b_columns, mask=mask_n, other=0)
     new_c = tl.load(new_ptr + c_columns, mask=mask_n, other=0)
     z = tl.load(rows_ptr + u_columns, mask=mask_p, other=0).to(tl.float32)
+    # step size; last tap of the convolution, and its activation
     dt = _softplus(tl.load(new_ptr + MIXED + head).to(tl.float32) + bias)
     u = _silu(u + new_u.to(tl.float32) * last_u)
     b = _silu(b + new_b.to(tl.float32) * last_b)
     c = _silu(c + new_c.to(tl.float32) * last_c)
+    # decay the state, add the outer product of B and dt u, and read it by C
     state = tl.exp(-rate * dt) * state + b[:, None] * (u * dt)[None, :]
     y = tl.sum(c[:, None] * state, axis=0) + skip * u
+    # texts that are skipped keep their state
     if active_ptr is not None:
         mask = mask & (n < tl.where(tl.load(active_ptr + text) > 0, N, 0))[:, None]
     tl.store(state_ptrs, state, mask=mask)
     tl.store(y_ptr + u_columns, (_silu(z) * y).to(y_ptr.dtype.element_ty), mask=mask_p)
+    # inputs of this position, to the ring
     slot_ptr = ring_ptr + position % TAPS * MIXED
     tl.store(slot_ptr + u_columns, new_u, mask=mask_p)
     first = n < tl.where(head == 0, N, 0)  # one program writes what is of all heads

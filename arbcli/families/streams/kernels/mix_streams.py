@@ -84,6 +84,7 @@ def _mix_streams_backward_kernel(
         mask = d < D
         y_ptrs = grad_y_ptr + m * stride_ym + i[:, None] * stride_yi + d[None, :] * stride_yd
         g = tl.load(y_ptrs, mask=mask[None, :], other=0).to(tl.float32)  # [ROWS, BLOCK_D]
+        # one stream at a time: its row of grad_w, and its gradient
         for j in tl.static_range(N):
             x_ptrs = x_ptr + m * stride_xm + j * stride_xj + d * stride_xd
             x = tl.load(x_ptrs, mask=mask, other=0).to(tl.float32)
@@ -93,6 +94,7 @@ def _mix_streams_backward_kernel(
             grad_x = tl.sum(w[:, None] * g, axis=0)
             grad_ptrs = grad_x_ptr + (m * N + j) * D + d
             tl.store(grad_ptrs, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+        # gradients of the branch and of its gains
         if HAS_ADDED:
             f_ptrs = added_ptr + m * stride_fm + d * stride_fd
             f = tl.load(f_ptrs, mask=mask, other=0).to(tl.float32)

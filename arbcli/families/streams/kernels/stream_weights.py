@@ -142,6 +142,7 @@ def _stream_weights_backward_kernel(
     N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # a and c: backward of the sigmoids
     i = tl.arange(0, N)[None, :]
     rows, mask = offs_m[:, None], (offs_m < M)[:, None]
     raw_ptrs, grad_ptrs = raw_ptr + rows * stride_rm + i, grad_ptr + rows * (N * N + 2 * N) + i
@@ -152,6 +153,7 @@ def _stream_weights_backward_kernel(
     c = sigmoid(c - _SHIFT)
     grad = tl.load(grad_c_ptr + rows * N + i, mask=mask, other=0)
     tl.store(grad_ptrs + N, grad * 2 * c * (1 - c), mask=mask)
+    # B: gradient of the result, and the matrix before any round
     i = tl.arange(0, N)
     offsets, mask3 = i[None, :, None] * N + i[None, None, :], (offs_m < M)[:, None, None]
     g = tl.load(grad_b_ptr + offs_m[:, None, None] * (N * N) + offsets, mask=mask3, other=0)
@@ -163,18 +165,22 @@ def _stream_weights_backward_kernel(
     third = _several_rounds(second, quarter)
     fourth = _several_rounds(third, quarter)
     p = _several_rounds(fourth, rounds - 3 * quarter)
+    # forward of the last two stages: rows above 1, and deficits
     sums = tl.maximum(tl.sum(p, axis=2), 1)[:, :, None]
     above = tl.sum(p, axis=2)[:, :, None] > 1
     p = p / sums
     row_lacks, column_lacks, lacking = _lacking(p)
     share = column_lacks / lacking[:, None]
+    # backward of filling up the deficits, by row and by column
     grad_rows = tl.sum(g * share[:, None, :], axis=2)  # [BLOCK_M, N], of what rows lack
     grad_total = tl.sum(grad_rows * row_lacks, axis=1) / lacking
     grad_rows = tl.where(row_lacks > 0, grad_rows - grad_total[:, None], 0)
     grad_columns = tl.sum(g * (row_lacks / lacking[:, None])[:, :, None], axis=1)
     grad_columns = tl.where(column_lacks > 0, grad_columns, 0)
     g = g - grad_rows[:, :, None] - grad_columns[:, None, :]
+    # backward of dividing rows above 1
     g = tl.where(above, (g - tl.sum(g * p, axis=2)[:, :, None]) / sums, g)
+    # backward of the rounds, then of exp and the limit
     g = _back_through(g, fourth, rounds - 3 * quarter)
     g = _back_through(g, third, quarter)
     g = _back_through(g, second, quarter)

@@ -51,6 +51,7 @@ def _cast_trit_votes_kernel(
         tl.store(flips_ptr + program, 0)
         return
     threshold = tl.load(threshold_ptr)
+    # a program has BLOCK_N rows of BLOCK_B bytes, of five trits each
     offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_n = offs_n < N
@@ -64,9 +65,11 @@ def _cast_trit_votes_kernel(
         k = packing.plane_offsets(offs_b, K, digit)[None, :]
         mask = mask_n & (k < K)
         votes_ptrs = votes_ptr + offs_n * stride_an + k * stride_ak
+        # add the votes, saturating at int8
         total = tl.load(votes_ptrs, mask=mask, other=0).to(tl.int32)
         total -= _sign(tl.load(grad_ptr + offs_n * stride_gn + k * stride_gk, mask=mask, other=0))
         total = tl.minimum(tl.maximum(total, -127), 127)
+        # move trits whose votes reach the threshold, and reset these votes
         moved = tl.abs(total) >= threshold
         if HOLDS:
             held_ptrs = held_ptr + offs_n * stride_hn + k * stride_hk
