@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from arbcli.base.environment import set_environment
 from arbcli.base.errors import ArbError, quoted
 from arbcli.model.rules import LR_OF_TUNING
-from arbcli.nn.layers import hold, is_transposed, role, take_class, unsupported
+from arbcli.nn.layers import is_transposed, role, set_integer_class, set_packed, unsupported
 from arbcli.nn.optimizer import IntegerOptimizer, check_numbers
 from arbcli.nn.storage import Storage, new_fused, new_packed
 from arbcli.nn.weights import Anchored, MatrixRows
@@ -76,13 +76,13 @@ def to_integers(
         lr: learning rate; the default is for tuning, and 0.5 is usual from scratch.
         scale_type: scale type, such as `T32`.
         direction: direction of the steps of matrices: `factored`, for tuning, `orthogonal`, which
-            learns more from scratch, or `sign`; None is that of the rule.
+            learns more from scratch, or `sign`; None is the default of the rule.
         rules: rules by pattern, at the learning rate of `rule`.
         scale_types: scale types by pattern.
         skip: pattern of parameters that stay float, or several.
         skip_unsupported: whether parameters that cannot be converted stay float.
         fuse: names of linear layers of a module that multiply the same input, and are stepped as
-            one matrix, as `arb train` does; `PROJECTIONS` are those of most models.
+            one matrix, as `arb train` does; `PROJECTIONS` has the names in most models.
         accumulation: number of backward passes in a step.
         weight_decay: weight decay, multiplied by the learning rate.
         seed: seed of the stochastic rounding, 0..2**31-1.
@@ -114,7 +114,7 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
 
     Args:
         model: the model.
-        settings: those of `to_integers` that describe the packed tensors.
+        settings: arguments of `to_integers` that describe the packed tensors.
         rounds: whether weights are rounded; else they are uninitialised.
     """
     groups = _grouped(model, settings)
@@ -131,7 +131,7 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
         dim = width or (value.shape[-1] if value.ndim else 1)
         changed |= {use.module: use.role for use in uses}
         if first.name not in first.module._parameters:
-            pass  # it was fused with another
+            pass  # it was fused with another layer
         elif first.name == "weight" and first.module in together:
             members = together[first.module]
             values = [
@@ -141,7 +141,7 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
             if rounds:
                 matrix.round(torch.cat(tuple(values)), own_grid)
             for part, member in enumerate(members):
-                hold(member, "weight", MatrixRows(matrix, part), None if part else matrix)
+                set_packed(member, "weight", MatrixRows(matrix, part), None if part else matrix)
             del values
         else:
             packed = new_packed(
@@ -150,10 +150,10 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
             )  # fmt: skip
             if rounds:
                 packed.round(value, own_grid)
-            _hold(uses, packed)
+            _replace_uses(uses, packed)
         del uses, first, value
     for module, last_role in changed.items():
-        take_class(module, last_role == "experts")
+        set_integer_class(module, last_role == "experts")
     if hasattr(model, "config") and hasattr(model.config, "to_dict"):
         setattr(model.config, MARK, {KEY: settings})
         # patterns by which Transformers renames float weights when it saves them
@@ -167,10 +167,10 @@ def _keep_ties(*_: Any, **__: Any) -> None:
     """Do nothing, in place of `tie_weights` of Transformers: tied weights are one packed tensor."""
 
 
-def _hold(uses: list[_Use], packed: Anchored) -> None:
+def _replace_uses(uses: list[_Use], packed: Anchored) -> None:
     """Replace all uses of a parameter by a packed tensor, which the first module registers."""
     for use in uses:
-        hold(use.module, use.name, packed, packed if use is uses[0] else None)
+        set_packed(use.module, use.name, packed, packed if use is uses[0] else None)
 
 
 def _grouped(model: nn.Module, settings: dict[str, Any]) -> list[list[_Use]]:
@@ -296,7 +296,7 @@ def _output_weight(model: nn.Module) -> Tensor | None:
 
 
 def _width(model: nn.Module) -> int | None:
-    """Return the width of the stream: that of the largest embedding, if there is one."""
+    """Return the width of the stream, from the largest embedding; None without one."""
     tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
     return max(tables, key=lambda part: part.num_embeddings).embedding_dim if tables else None
 

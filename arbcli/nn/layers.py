@@ -112,11 +112,11 @@ def _reader(name: str) -> property:
 class Linear(IntegerModule, nn.Linear):
     """y = x @ w.T + b with integer weights.
 
-    Weights are initialised as those of `torch.nn.Linear`.
+    Weights are initialised as in `torch.nn.Linear`.
 
     Args:
-        args, kwargs: those of `torch.nn.Linear`, among them `dtype`, that of biases and of `weight`
-            as it is read: bfloat16 or float32.
+        args, kwargs: arguments of `torch.nn.Linear`. `dtype`, bfloat16 or float32, is the dtype of
+            biases and of the decoded `weight`.
         storage: rule, scale type and direction: see `Storage`.
     """
 
@@ -141,11 +141,11 @@ class Linear(IntegerModule, nn.Linear):
 class Embedding(IntegerModule, nn.Embedding):
     """Rows of a table of integer weights.
 
-    Weights are initialised as those of `torch.nn.Embedding`.
+    Weights are initialised as in `torch.nn.Embedding`.
 
     Args:
-        args, kwargs: those of `torch.nn.Embedding`, among them `dtype`, that of the result:
-            bfloat16 or float32.
+        args, kwargs: arguments of `torch.nn.Embedding`. `dtype`, bfloat16 or float32, is the dtype
+            of the result.
         storage: rule, scale type and direction: see `Storage`.
     """
 
@@ -329,13 +329,13 @@ def integer_class(kind: Any, names: tuple[str, ...], experts: bool) -> Any:
     return type(kind.__name__, bases, content)
 
 
-def hold(
+def set_packed(
     module: nn.Module, name: str, packed: Anchored | MatrixRows, registered: Anchored | None
 ) -> None:
     """Replace a parameter of a module by a packed tensor.
 
     Args:
-        module: the module; `take_class` follows when all its parameters are replaced.
+        module: the module; `set_integer_class` follows when all its parameters are replaced.
         name: name of the parameter.
         packed: the tensor, or rows of one.
         registered: tensor that becomes a part of the module's state; None if it is another's.
@@ -346,8 +346,8 @@ def hold(
         module._modules[name + SUFFIX] = registered
 
 
-def take_class(module: nn.Module, experts: bool) -> None:
-    """Give a module with packed parameters its class."""
+def set_integer_class(module: nn.Module, experts: bool) -> None:
+    """Change the class of a module with packed parameters to its integer class."""
     if not isinstance(module, IntegerModule):
         kind: Any = type(module)
         module.__class__ = integer_class(kind, tuple(sorted(module.__dict__["_packed"])), experts)
@@ -364,7 +364,7 @@ def unsupported(module: nn.Module, value: nn.Parameter) -> str | None:
     if not value.isfinite().all():
         return "it has a number that is not finite"
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-        return f"{type(module).__name__} reads its weights in a kernel of its own"
+        return f"{type(module).__name__} reads its weights in its own kernel"
     if isinstance(module, parametrize.ParametrizationList):
         return "it is parametrized"
     if isinstance(module, torch.jit.ScriptModule):
@@ -402,6 +402,6 @@ def pack(module: Any, storage: Storage) -> Any:
         dim = value.shape[-1] if value.ndim else 1
         packed = new_packed(value, roles, storage, dim=dim, transposed=is_transposed(module, name))
         packed.round(value.detach())
-        hold(module, name, packed, packed)
-    take_class(module, experts)
+        set_packed(module, name, packed, packed)
+    set_integer_class(module, experts)
     return module

@@ -74,7 +74,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         self._stepped: set[tuple[int, int]] = set()
         """Tensors with a gradient in this backward, by their addresses and first matrices."""
         self._blended: set[tuple[int, int]] = set()
-        """The same of this step."""
+        """Tensors with a gradient in this step, by the same keys."""
         self._unstepped: dict[int, TernaryTensor] = {}
         """Tensors whose moments have gradients of this step, and which did not step along them."""
         for weight in self._weights:
@@ -82,7 +82,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         _guard_others()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse copies, whose weights would be others'."""
+        """Refuse copies: their weights would belong to another model."""
         raise ArbError(
             "the optimizer of integer weights cannot be copied or pickled",
             "save `optimizer.state_dict()` and `model.state_dict()`",
@@ -119,7 +119,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         shared = torch.distributed.is_available() and torch.distributed.is_initialized()
         if shared and torch.distributed.get_world_size() > 1:
             raise ArbError(
-                "integer weights of other models are trained in one process",
+                "`IntegerOptimizer` only trains in a single process",
                 "use one GPU, or `arb train` for several",
             )
         if self._micro == 0 and not self.is_set:
@@ -201,7 +201,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         self._unstepped.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse more groups than that of the integers, as no step would read them."""
+        """Refuse further parameter groups, which no step would read."""
         if self.param_groups:
             raise ArbError(
                 "the optimizer of integer weights has a single group of parameters",
@@ -251,8 +251,8 @@ class IntegerOptimizer(torch.optim.Optimizer):
         """
         if not any("step_of_run" in state for state in state_dict.get("state", {}).values()):
             raise ArbError(
-                "the state is not that of an optimizer of integer weights",
-                "pass what `state_dict()` of an `IntegerOptimizer` returned",
+                "the state was not saved by an `IntegerOptimizer`",
+                "pass the result of its `state_dict()`",
             )
         super().load_state_dict(state_dict)
         state = {name: int(value) for name, value in self.state[self._weights[0].anchor].items()}
@@ -301,5 +301,5 @@ def _refuse_averages(module: nn.Module, _: str, part: nn.Module | None) -> None:
     if any(isinstance(inner, Anchored) for inner in parts):
         raise ArbError(
             "`AveragedModel` cannot average integer weights",
-            "average what `arbcli.nn.float_state_dict(model)` returns after each step",
+            "average the result of `arbcli.nn.float_state_dict(model)` after each step",
         )

@@ -62,7 +62,7 @@ def load_integers(
 
 
 def _read_into(model: nn.Module, folder: Path) -> None:
-    """Copy the tensors of a folder to those of a model, one at a time."""
+    """Copy the tensors of a folder to a model, one at a time."""
     from safetensors import safe_open
 
     state = model.state_dict(keep_vars=True)
@@ -130,7 +130,7 @@ def export_float(model: Any, folder: Path | str, dtype: torch.dtype = torch.bflo
     if not hasattr(model, "save_pretrained"):
         raise ArbError(
             f"`{type(model).__name__}` has no `save_pretrained`",
-            "save what `arbcli.nn.float_state_dict(model)` returns",
+            "save the result of `arbcli.nn.float_state_dict(model)`",
         )
     if not hasattr(model, "_float_conversions"):
         raise ArbError(
