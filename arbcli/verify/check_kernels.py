@@ -333,14 +333,14 @@ class _Check:
 
         Only matrices of presets run as they are compiled for their sizes.
         """
-        run, generally = self.spec.run(backend), backend == "triton" and self.kind != "real"
+        run, is_general = self.spec.run(backend), backend == "triton" and self.kind != "real"
         try:
             with (
                 use_backend(backend),
                 chunks_of(case.chunk_elements),
-                general_launches() if generally else nullcontext(),
+                general_launches() if is_general else nullcontext(),
             ):
-                got = as_tuple(run(*copies(case.inputs)))
+                results = as_tuple(run(*copies(case.inputs)))
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except Exception as error:  # a kernel that raises has failed its case, and only that
@@ -352,9 +352,9 @@ class _Check:
                 result.to(expected.device),
                 expected,
                 None if peer is None else peer.to(expected.device),
-                summed,
+                term,
             )
-            for result, expected, peer, summed in zip(got, references, peers, terms, strict=True)
+            for result, expected, peer, term in zip(results, references, peers, terms, strict=True)
         ]
 
 

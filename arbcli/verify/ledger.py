@@ -152,10 +152,10 @@ def _commit() -> str | None:
     describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         subprocess.run(tracked, check=True, capture_output=True, timeout=10)
-        done = subprocess.run(describe, check=True, capture_output=True, text=True, timeout=10)
+        described = subprocess.run(describe, check=True, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return described.stdout.strip()
 
 
 def write_ledger(ledger: Ledger, directory: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from arbcli.base.errors import ArbError
 
 DECLARATION = re.compile(r"^(\w+)_verification = Verification\(", re.MULTILINE)
-"""Pattern of the declaration of how the operation of a name is verified."""
+"""Pattern of the declaration of how the operation of that name is verified."""
 
 
 def module_of(path: Path) -> str:
@@ -44,8 +44,8 @@ def check_kernel_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             near = get_close_matches(name, known, cutoff=0.5)
-            meant = f"{' or '.join(f'`{one}`' for one in near)} may be meant; " if near else ""
+            guess = f"did you mean {' or '.join(f'`{k}`' for k in near)}? " if near else ""
             raise ArbError(
                 f"no kernel is named `{name}`",
-                f"{meant}`arb verify-kernels --list` shows all names",
+                f"{guess}`arb verify-kernels --list` shows all names",
             )

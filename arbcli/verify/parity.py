@@ -340,12 +340,12 @@ def _end_to_end(
         "products above 0": reference.products,
         "logits": [(traced.outputs["head"], logits)],
     } | {f"{name} loss": [(traced.losses[name], losses[name])] for name in losses | traced.losses}
-    for name, every in pairs.items():
-        if every:
-            got, expected = (
-                torch.cat([x.flatten() for x in xs]) for xs in zip(*every, strict=True)
+    for name, comparisons in pairs.items():
+        if comparisons:
+            actual, expected = (
+                torch.cat([x.flatten() for x in xs]) for xs in zip(*comparisons, strict=True)
             )
-            yield subject.result("end to end", name, got, expected, loss_gate)
+            yield subject.result("end to end", name, actual, expected, loss_gate)
     if whole:
         grads = torch.autograd.grad(_total(losses), [*leaves.values()], materialize_grads=True)
         for name, grad in zip(leaves, grads, strict=True):
@@ -370,37 +370,37 @@ def _blocks(
 
     def compare(
         name: str,
-        got: Tensor,
+        actual: Tensor,
         grad: Tensor,
         expected: Tensor,
         tensors: dict,
         besides: Tensor | float = 0,
     ) -> Iterator[ParityResult]:
         """Compare an output, and the gradients of leaves for a gradient of it."""
-        yield subject.result("output", name, got, expected, subject.gate)
+        yield subject.result("output", name, actual, expected, subject.gate)
         if not tensors:
             return
         objective = (expected * grad.double()).sum() + besides
         weights = [leaf for leaf, _ in tensors.values()]
         grads = torch.autograd.grad(objective, weights, materialize_grads=True)
-        for (key, (_, got_grad)), exact in zip(tensors.items(), grads, strict=True):
-            yield subject.result("gradient", key, got_grad, exact, subject.gate)
+        for (key, (_, actual_grad)), exact in zip(tensors.items(), grads, strict=True):
+            yield subject.result("gradient", key, actual_grad, exact, subject.gate)
 
     def leaf_gradients(*prefixes: str) -> dict[str, tuple[Tensor, Tensor]]:
         chosen = (name for name in leaves if name.startswith(prefixes))
         return {name: (leaves[name], traced.gradients[name]) for name in chosen}
 
-    got = traced.outputs["embedding"]
+    actual = traced.outputs["embedding"]
     expected = leaves["embedding.weight"][subject.bytes()[0]]
     # the gradient of a tied weight is that of both its uses, which "whole gradient" has
     weights = {} if config.tied else leaf_gradients("embedding.")
-    yield from compare("embedding", got, _gradient(got), expected, weights)
+    yield from compare("embedding", actual, _gradient(actual), expected, weights)
     terms, last = reference.terms, None
     for name, stage, _ in named_blocks(config):
         counts = [len(reference.position_ids[stage, row]) for row in rows]
         x, y = traced.inputs[name], traced.outputs[name]
         # slots without a chunk are left out
-        source, grad_x, got, grad = (
+        source, grad_x, actual, grad = (
             torch.cat([part[row, :count] for row, count in enumerate(counts)])
             for part in (x, _gradient(x), y, _gradient(y))
         )
@@ -409,12 +409,12 @@ def _blocks(
         expected = torch.cat([reference.block(name, stage, part, row) for row, part in texts])
         besides = sum(loss / len(terms[key]) for key, loss in reference.losses().items())
         compared = leaf_gradients(f"{name}.") | {f"input of {name}": (source, grad_x)}
-        yield from compare(name, got, grad, expected, compared, besides)
+        yield from compare(name, actual, grad, expected, compared, besides)
         last = (y, stage)
     memories = config.main.memories
     trained_after = config.main.router or (memories and memories.place == config.layers)
     if last and last[1] == 0 and not trained_after:  # what the head reads is the last block's
-        y, got = last[0], traced.outputs["head"]
+        y, actual = last[0], traced.outputs["head"]
         source = y.detach().double().requires_grad_()
         x = source.mean(dim=2) if source.dim() == 4 else source
         reference.terms = {}
@@ -424,7 +424,7 @@ def _blocks(
         compared = leaf_gradients("byte_mlp.", "head.", "ahead.") | {
             "input of head": (source, _gradient(y))
         }
-        yield from compare("head", got, _gradient(got), expected, compared, besides)
+        yield from compare("head", actual, _gradient(actual), expected, compared, besides)
 
 
 @torch.no_grad()
@@ -521,12 +521,12 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
                     smoothed, decay,
                 )  # fmt: skip
                 for digit, size in _units(name, config.digits).items():
-                    got = (after[digit] / size, expected[digit] / size)
+                    actual = (after[digit] / size, expected[digit] / size)
                     # of statistics stored to 0.54 % a moment is as far off, of 127 units
                     within = 1.7 if digit == "m" and config.direction == "factored" else 1.1
                     item = f"{digit}{of} of micro-batch {micro + 1}/{micros}"
                     item += " with weight decay" if decay else ""
-                    yield _rounded(subject, item, *got, within)
+                    yield _rounded(subject, item, *actual, within)
     for name, (tensor, grads) in tensors_of_rules.items():
         of = f" of {name}" if len(tensors_of_rules) > 1 else ""
         before = {key: buffer.clone() for key, buffer in tensor.named_buffers()}
@@ -547,12 +547,12 @@ def _units(name: str, digits: str) -> dict[str, float]:
 
 
 def _rounded(
-    subject: Subject, item: str, got: Tensor, expected: Tensor, within: float
+    subject: Subject, item: str, actual: Tensor, expected: Tensor, within: float
 ) -> ParityResult:
     """Compare numbers that were rounded stochastically to integers, first each, then the mean."""
-    error, bias = got - expected, 5 * 0.5 / got.numel() ** 0.5
+    error, bias = actual - expected, 5 * 0.5 / actual.numel() ** 0.5
     gate = Gate(reason="rounding moves by less than 1; statistics are stored to 0.5 %")
-    result = subject.result("update", item, got, expected, gate)
+    result = subject.result("update", item, actual, expected, gate)
     passed = bool((error.abs() <= within).all()) and abs(float(error.mean())) <= bias
     return replace(result, gate=f"each within {within}, mean within {bias:.2f}", passed=passed)
 

@@ -225,11 +225,11 @@ class Reference(PlainModel):
             return None
         return [choice[self.row] for choice in self.choices[name]]
 
-    def judge(self, chosen: Tensor, every: Tensor) -> None:
+    def judge(self, chosen: Tensor, all_scores: Tensor) -> None:
         """Note the scores (..., k) of the model's choices, and the best k of all (..., n)."""
-        best = every.detach().sort(dim=-1, descending=True).values[..., : chosen.shape[-1]]
-        mine = chosen.detach().sort(dim=-1, descending=True).values
-        self.scores.append((mine.flatten(), best.flatten()))
+        best = all_scores.detach().sort(dim=-1, descending=True).values[..., : chosen.shape[-1]]
+        chosen_scores = chosen.detach().sort(dim=-1, descending=True).values
+        self.scores.append((chosen_scores.flatten(), best.flatten()))
 
     def note(self, loss: str, name: str, terms: Tensor) -> None:
         """Note (n, ...) terms of a loss in a part."""

@@ -1,9 +1,9 @@
 """Time kernels relative to torch's operations, and to the limits of the machine in that run.
 
-What is timed is one call, captured as a CUDA graph and replayed between two events. That is how a
-training step runs, and it leaves out Python but not the launch: a call that does nothing takes
-`Roofline.launch_us`, which is in every figure, ours and a library's, and is not subtracted. A
-kernel of 5 us is therefore faster than its share of the roofline says, and its ratio nearer 1.
+Each timed call is captured as a CUDA graph and replayed between two events, as a training step is.
+This excludes Python but not the launch: an empty call takes `Roofline.launch_us`, which every time
+includes, the operation's and the library's. A kernel of 5 us is therefore faster than its share of
+the roofline suggests, and its ratio is nearer 1.
 
 Caches are cold. Before each call a buffer of four times the L2 cache is read, and meanwhile the
 call is queued, so that the GPU never waits for Python. It is read and not written, for a cache full
@@ -151,11 +151,11 @@ class TimingResult:
     ratio: float | None
     """Time of that call divided by the operation's."""
     moved_bytes: int
-    """Inputs read once and results written once."""
+    """Bytes of the inputs, read once, and of the results, written once."""
     flops: int
     """Multiplications and additions of the products of the library."""
     floor_us: float
-    """The least that the roofline allows."""
+    """Minimum time by the roofline, in microseconds."""
     bound: str
     """Bound: `memory` or `products`."""
     share: float

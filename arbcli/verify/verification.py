@@ -42,7 +42,7 @@ class Case:
     inputs: tuple
     """Positional arguments; the runner of a case passes clones, so updates in place are safe."""
     chunk_elements: int | None = None
-    """Elements of the parts that the torch backend works on; None is as many as it likes."""
+    """Maximum elements that the torch backend processes at a time; None is its default."""
 
 
 REFUSED = {"refused": {"ok": torch.zeros_like}}
@@ -56,7 +56,7 @@ def filled(value: float) -> Callable[[Tensor], Tensor]:
     return partial(torch.full_like, fill_value=value)
 
 
-def one_of(value: float) -> Callable[[Tensor], Tensor]:
+def with_one(value: float) -> Callable[[Tensor], Tensor]:
     """Return a change that sets one element of a matrix, (N, K)."""
 
     def change(values: Tensor) -> Tensor:
@@ -68,12 +68,12 @@ def one_of(value: float) -> Callable[[Tensor], Tensor]:
 
 
 def same_inputs(run: Callable) -> Callable:
-    """Make the `library` of an operation from a function that takes its inputs."""
+    """Return the `library` of an operation for a function that takes the same inputs."""
     return partial(partial, run)
 
 
-def nothing(values: Tensor) -> Tensor:
-    """Return (0, ...), none of the rows of (N, ...)."""
+def no_rows(values: Tensor) -> Tensor:
+    """Return the first 0 rows of a tensor, (N, ...): (0, ...)."""
     return values[:0]
 
 
@@ -294,7 +294,7 @@ class Verification:
                 self.operation.check(*inputs)
                 return inputs
         where = self.operation.where
-        raise ValueError(f"{self.name}: nothing drawn for {m}x{n}x{k} fits {where}")
+        raise ValueError(f"{self.name}: no_rows drawn for {m}x{n}x{k} fits {where}")
 
     def drawn_case(
         self, prefix: str, rng: CaseGenerator, group_size: int, m: int, n: int, k: int

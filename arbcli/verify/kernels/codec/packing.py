@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packing import LARGEST_BYTE, pack_trits, unpack_trits
-from arbcli.verify.verification import Verification, nothing
+from arbcli.verify.verification import Verification, no_rows
 
 
 def pack_trits_reference(trits: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def unpack_trits_reference(packed: Tensor, in_features: int) -> Tensor:
 pack_trits_verification = Verification(
     pack_trits,
     pack_trits_reference,
-    changed={"empty": {"trits": nothing}},
+    changed={"empty": {"trits": no_rows}},
     values={"trits": (-1, 1)},
 )
 
@@ -52,6 +52,6 @@ def _every_byte(packed: Tensor) -> Tensor:
 
 unpack_trits_verification = Verification(
     unpack_trits, unpack_trits_reference,
-    changed={"every byte": {"packed": _every_byte, "in_features": 5}, "empty": {"packed": nothing}},
+    changed={"every byte": {"packed": _every_byte, "in_features": 5}, "empty": {"packed": no_rows}},
     draw=lambda rng, group_size, m, n, k: (rng.trits(n, k), k),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from arbcli.kernels.rows.dropout import dropout
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
-from arbcli.verify.verification import CaseGenerator, Verification, filled, one_of
+from arbcli.verify.verification import CaseGenerator, Verification, filled, with_one
 
 
 def dropout_reference(x: Tensor, key: Tensor, rate: float) -> Tensor:
@@ -27,7 +27,7 @@ dropout_verification = Verification(
     dropout, dropout_reference,
     shapes=((0, 1, 7),),
     changed={
-        "infinite": {"x": one_of(torch.inf)}, "almost all": {"rate": 0.999999},
+        "infinite": {"x": with_one(torch.inf)}, "almost all": {"rate": 0.999999},
         "last key": {"key": filled(2**31 - 1)}, "first key": {"key": filled(-(2**31))},
     },
     draw=_draw, needs_rows=True, library=lambda x, _key, rate: partial(functional.dropout, x, rate),

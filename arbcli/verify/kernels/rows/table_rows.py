@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
-from arbcli.verify.verification import CaseGenerator, Verification, nothing
+from arbcli.verify.verification import CaseGenerator, Verification, no_rows
 
 
 def gather_rows_reference(buffer: Tensor, rows: Tensor) -> Tensor:
@@ -32,11 +32,11 @@ TABLES = ((5_000_000, 64, 76), (5_000_000, 13, 76), (131_072, 1024, 8))
 
 _CHANGED: dict[str, dict[str, Any]] = {
     "far outside": {"rows": lambda x: torch.where(x % 3 == 0, (x - 1) << 40, x)},
-    "empty table": {"buffer": nothing},
+    "empty table": {"buffer": no_rows},
 }
 gather_rows_verification = Verification(
     gather_rows, gather_rows_reference,
-    changed=_CHANGED | {"no rows": {"rows": nothing}, "no bytes": {"buffer": lambda x: x[:, :0]}},
+    changed=_CHANGED | {"no rows": {"rows": no_rows}, "no bytes": {"buffer": lambda x: x[:, :0]}},
     sizes={"V": "n", "B": "k", "R": "m"},
     library=lambda buffer, rows: partial(
         torch.index_select, buffer, 0, rows.clamp(0, len(buffer) - 1)
@@ -57,7 +57,7 @@ def _draw_scattered(rng: CaseGenerator, group_size: int, m: int, n: int, k: int)
 scatter_rows_verification = Verification(
     scatter_rows_, scatter_rows_reference,
     changed=_CHANGED | {
-        "no rows": {"rows": nothing, "values": nothing},
+        "no rows": {"rows": no_rows, "values": no_rows},
         "no bytes": {"buffer": lambda x: x[:, :0], "values": lambda x: x[:, :0]},
     }, draw=_draw_scattered, needs_rows=True, looked_up="buffer",
 )  # fmt: skip

@@ -11,7 +11,7 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import has_planes
 from arbcli.kernels.rows import ternary_embedding
 from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference, rounded_float32
-from arbcli.verify.verification import Gate, Verification, filled, nothing
+from arbcli.verify.verification import Gate, Verification, filled, no_rows
 
 
 def embedding_rows_reference(ids: Tensor, packed: Packed) -> Tensor:
@@ -33,7 +33,7 @@ def _many(ids: Tensor) -> Tensor:
 
 embedding_rows_verification = Verification(
     ternary_embedding.embedding_rows, embedding_rows_reference,
-    changed={"no ids": {"ids": nothing}, "one id": {"ids": filled(3)}, "many": {"ids": _many}},
+    changed={"no ids": {"ids": no_rows}, "one id": {"ids": filled(3)}, "many": {"ids": _many}},
     triton=rounded_float32(ternary_embedding.embedding_rows.triton),
     torch=rounded_float32(ternary_embedding.embedding_rows.torch),
     native=rounded_float32(ternary_embedding.embedding_rows_native), sizes={"V": "n"},
@@ -46,6 +46,6 @@ embedding_grad_verification = Verification(
     ternary_embedding.embedding_grad, embedding_grad_reference,
     gate=Gate(relative=1e-6, reason="float32 sums of up to thousands of tokens"),
     shapes=((150, 5, 33),),
-    changed={"no ids": {"ids": nothing, "grad_y": nothing}, "one id": {"ids": filled(3)}},
+    changed={"no ids": {"ids": no_rows, "grad_y": no_rows}, "one id": {"ids": filled(3)}},
     values={"ids": (0, "n - 1"), "num_embeddings": ("n",)},
 )  # fmt: skip

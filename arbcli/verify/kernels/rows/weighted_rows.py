@@ -16,7 +16,7 @@ from arbcli.verify.kernels.codec.decode_digits import (
     decode_large,
     fix_float32,
 )
-from arbcli.verify.verification import CaseGenerator, Gate, Verification, filled, nothing
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, filled, no_rows
 
 
 def weighted_rows_reference(
@@ -116,7 +116,7 @@ weighted_rows_verification = Verification(
     gate=Gate(relative=1e-6, reason="float32 sums of up to tens of rows"),
     changed=_CHANGED | {
         "one id": {"ids": filled(2), "weights": torch.nan_to_num},
-        "no tokens": {"ids": nothing, "weights": nothing},
+        "no tokens": {"ids": no_rows, "weights": no_rows},
         "no slots": {"ids": lambda x: x[:, :0], "weights": lambda x: x[:, :0]},
         "empty table": {"ids": filled(3), "packed": lambda x: x.rows(slice(0)),
                         "weights": filled(torch.nan)},
@@ -130,7 +130,7 @@ weighted_rows_grad_weights_verification = Verification(
     weighted.weighted_rows_grad_weights, weighted_rows_grad_weights_reference,
     gate=Gate(relative=1e-6, reason="float32 sums of up to thousands of columns"),
     changed=_CHANGED | {
-        "no tokens": {"ids": nothing, "grad_y": nothing},
+        "no tokens": {"ids": no_rows, "grad_y": no_rows},
         "no slots": {"ids": lambda x: x[:, :0]},
         "empty table": {"packed": lambda x: x.rows(slice(0))},
     },
@@ -143,7 +143,7 @@ weighted_rows_grad_verification = Verification(
     gate=Gate(relative=1e-6, reason="float32 sums of up to thousands of slots"),
     shapes=((300, 3, 35), (2 * weighted.FEW, 17, 35)),  # rows of many slots, and of about `FEW`
     changed={"no slots": {
-        "weights": nothing, "tokens": nothing, "order": nothing, "bounds": torch.zeros_like,
+        "weights": no_rows, "tokens": no_rows, "order": no_rows, "bounds": torch.zeros_like,
     }},
     triton=fix_float32(weighted.WEIGHTED_ROWS_GRAD.triton),
     torch=fix_float32(weighted.WEIGHTED_ROWS_GRAD.torch), draw=_draw_grad, needs_rows=True,

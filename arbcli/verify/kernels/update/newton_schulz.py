@@ -8,7 +8,7 @@ from arbcli.verify.verification import (
     CaseGenerator,
     Verification,
     float32_sums,
-    nothing,
+    no_rows,
     same_inputs,
 )
 
@@ -45,7 +45,7 @@ gram_verification = Verification(
     newton_schulz.gram, gram_reference, gate=_GATE, shapes=((1, 1, 1),),
     changed={
         "a row for all": {"x": lambda x: x[:1].expand_as(x)}, "zeros": {"x": torch.zeros_like},
-        "nothing to sum": {"x": lambda x: x[:, :0]}, "empty": {"x": nothing},
+        "nothing to sum": {"x": lambda x: x[:, :0]}, "empty": {"x": no_rows},
     },
     triton=newton_schulz.gram_triton, draw=_draw, torch_is_peer=True,
     library=same_inputs(newton_schulz.gram.torch), needs_rows=False,

@@ -10,7 +10,7 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.update.sign_gradient import SignGradient, sign_gradient
 from arbcli.verify.kernels.codec.decode_digits import digits_large, digits_reference
 from arbcli.verify.kernels.update.gradient_statistics import gradient_statistics_reference
-from arbcli.verify.verification import CaseGenerator, Gate, Verification, nothing
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, no_rows
 
 
 def sign_gradient_reference(
@@ -40,7 +40,7 @@ def _draw_small(rng: CaseGenerator, *shape: int) -> Tensor:
 
 sign_gradient_verification = Verification(
     sign_gradient, sign_gradient_reference,
-    changed={"zeros": {"grad_y": torch.zeros_like}, "empty": {"grad_y": nothing, "x": nothing}},
+    changed={"zeros": {"grad_y": torch.zeros_like}, "empty": {"grad_y": no_rows, "x": no_rows}},
     gate=Gate(
         relative=4e-6,
         reason="signs equal; float32 sums over a group, and products in float32 in either type"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.update.unit_rows import unit_rows
-from arbcli.verify.verification import CaseGenerator, Gate, Verification, one_of
+from arbcli.verify.verification import CaseGenerator, Gate, Verification, with_one
 
 
 def unit_rows_reference(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def _draw_values(rng: CaseGenerator, rows: int, columns: int) -> Tensor:
 
 _CHANGED: dict[str, dict[str, Any]] = {
     "zeros": {"values": torch.zeros_like}, "tiny": {"values": lambda x: x * 1e-9},
-    "infinite": {"values": one_of(torch.inf)}, "not a number": {"values": one_of(torch.nan)},
+    "infinite": {"values": with_one(torch.inf)}, "not a number": {"values": with_one(torch.nan)},
 }  # fmt: skip
 unit_rows_verification = Verification(
     unit_rows, unit_rows_reference,
