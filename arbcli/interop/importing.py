@@ -20,7 +20,7 @@ from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER, checkpoints
 from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.data.tokens import Tokenizer, byte_symbols
 from arbcli.interop.huggingface.companions import copy_companions, read_companion
-from arbcli.interop.huggingface.config_json import NAME, OF_TRITS, model_name, read_folder_config
+from arbcli.interop.huggingface.config_json import NAME, TRIT_TYPE, model_name, read_folder_config
 from arbcli.interop.huggingface.dense import Part, known_shape, sources
 from arbcli.interop.huggingface.folder import WeightFolder, check_tensors
 from arbcli.interop.rounding import are_ternary, group_peaks, put, put_trits
@@ -114,7 +114,7 @@ def import_folder(
     with torch.device("meta"):
         shapes = build_model(config, torch.float32)
     check_tensors(folder, shapes)
-    trits = storage.get("scale_type") or OF_TRITS
+    trits = storage.get("scale_type") or TRIT_TYPE
     if not known_shape(config).bitnet and _are_trits(folder, shapes, SCALE_TYPES[trits]):
         config = dataclasses.replace(config, digits="trit", scale_type=trits)
         with torch.device("meta"):
@@ -145,7 +145,7 @@ def import_folder(
         about = {name: value for name, value in values.items() if name not in ignored}
         write_json(run / COMPANIONS / CONFIG, about | {NAME: model_name(source)})
         content = read_companion(source / TOKENIZER) if (source / TOKENIZER).exists() else None
-        if content is not None and not (own_grid and _is_of_bytes(content)):
+        if content is not None and not (own_grid and _is_byte_tokenizer(content)):
             write_bytes(run / TOKENIZER, content)
             data[TOKENIZER_DIGEST] = sha256(content).hexdigest()
         path = save_checkpoint(
@@ -194,8 +194,8 @@ def _check_tokens(path: Path, vocabulary: int) -> None:
         Tokenizer.read(path)
 
 
-def _is_of_bytes(content: bytes) -> bool:
-    """Return whether a tokenizer is that of an exported model of bytes, which has none."""
+def _is_byte_tokenizer(content: bytes) -> bool:
+    """Return whether a `tokenizer.json` maps the 256 bytes, as in exports of byte models."""
     vocabulary = parse_json(content)["model"]["vocab"]
     return vocabulary == {symbol: byte for byte, symbol in enumerate(byte_symbols())}
 

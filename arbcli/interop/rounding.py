@@ -94,10 +94,10 @@ def _place_above(least: Tensor) -> Tensor:
     roots, _ = _octave()
     mantissa, exponent = torch.frexp(least)
     index = torch.searchsorted(roots.double(), 2 * mantissa)
-    return _held((exponent - 1) * len(roots) + index)
+    return _clamped((exponent - 1) * len(roots) + index)
 
 
-def _held(place: Tensor) -> Tensor:
+def _clamped(place: Tensor) -> Tensor:
     """Clamp places to the range of scales."""
     count = len(_octave()[0])
     return place.clamp(LOWEST_EXPONENT * count, (HIGHEST_EXPONENT + 1) * count - 1)
@@ -114,21 +114,21 @@ def _round_groups(weight: Tensor, grid: Grid, own_grid: bool) -> tuple[Tensor, T
     """Round (M, g) groups, none of them zeros: z, float32, and places."""
     peak = weight.abs().amax(dim=1).double()
     first = _place_above(peak * grid.unit / (grid.largest + 0.5))
-    chosen, rest = first.clone(), torch.arange(len(weight))
+    chosen, remaining = first.clone(), torch.arange(len(weight))
     if own_grid:
         exact = _exact_places(weight, first, grid)
         is_exact = exact != _NONE
-        chosen, rest = torch.where(is_exact, exact, chosen), (~is_exact).nonzero().flatten()
-    if len(rest):
-        part, least = weight[rest], torch.full((len(rest),), torch.inf)
-        exponent = torch.frexp(peak[rest]).exponent.clamp(-MOST_SHIFTED, MOST_SHIFTED)
-        shift = torch.ldexp(torch.ones(len(rest), 1), -exponent[:, None])
+        chosen, remaining = torch.where(is_exact, exact, chosen), (~is_exact).nonzero().flatten()
+    if len(remaining):
+        part, least = weight[remaining], torch.full((len(remaining),), torch.inf)
+        exponent = torch.frexp(peak[remaining]).exponent.clamp(-MOST_SHIFTED, MOST_SHIFTED)
+        shift = torch.ldexp(torch.ones(len(remaining), 1), -exponent[:, None])
         for offset in PLACES:
-            place = _held(first[rest] + offset)
+            place = _clamped(first[remaining] + offset)
             error = _sums_of_rows(((_levels(part, place, grid)[1] - part) * shift).square_())
             better = error < least
             least = torch.where(better, error, least)
-            chosen[rest] = torch.where(better, place, chosen[rest])
+            chosen[remaining] = torch.where(better, place, chosen[remaining])
     return _levels(weight, chosen, grid)[0], chosen
 
 
@@ -167,7 +167,7 @@ def _exact_places(weight: Tensor, first: Tensor, grid: Grid) -> Tensor:
     large = weight.gather(1, weight.abs().topk(count, dim=1).indices)
     octaves = grid.largest.bit_length()
     for offset in range(-CLIPPED, octaves * len(_octave()[0])):
-        place = _held(first[left] + offset)
+        place = _clamped(first[left] + offset)
         fits = _is_exact(large[left], place, grid).nonzero().flatten()
         fits = fits[_is_exact(weight[left[fits]], place[fits], grid)]
         exact_places[left[fits]] = place[fits]
@@ -203,7 +203,7 @@ def _closest_numbers(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor
     every = sorted(range(-(-grid.largest // 2), grid.largest + 1), key=lambda z: abs(z - middle))
     levels = torch.tensor(every).repeat_interleave(2)  # with the places above a number and below
     places = _place_above(weight.abs().double() * grid.unit / levels)
-    places[:, 1::2] = _held(places[:, 1::2] - 1)
+    places[:, 1::2] = _clamped(places[:, 1::2] - 1)
     z = weight.sign() * levels
     decoded = (z * (_scale(places) / grid.unit)).bfloat16().float()
     best = (decoded - weight).abs().argmin(dim=1, keepdim=True)  # the first of equal ones
@@ -261,7 +261,7 @@ def round_scales(scales: Tensor) -> Tensor:
     """
     used = scales > 0
     above = _place_above(torch.where(used, scales, 1.0).double())
-    below = _held(above - 1)
+    below = _clamped(above - 1)
     apart = [(_scale(place) - scales).abs() for place in (above, below)]
     return torch.where(used, _v(torch.where(apart[0] <= apart[1], above, below)), ZERO)
 
@@ -283,8 +283,8 @@ def are_ternary(weight: Tensor, group_size: int) -> bool:
 def put_trits(tensor: TernaryTensor, rows: slice, weight: Tensor, scales: Tensor) -> Tensor:
     """Set some rows of a tensor that reads trits: T = clip(round(w / s), -1, 1).
 
-    The remainder begins with the rest of w / s. Scales are rounded to the list of scales, by half a
-    per cent at most, which changes no trit.
+    The remainder is set to w / s - T. Rounding s to a representable scale changes it by at most
+    half a per cent, which changes no trit.
 
     Args:
         tensor: on the CPU.
@@ -301,9 +301,9 @@ def put_trits(tensor: TernaryTensor, rows: slice, weight: Tensor, scales: Tensor
     by_weight = scales.repeat_interleave(size, dim=1)[:, :columns]
     share = torch.where(by_weight > 0, weight * (1 / by_weight), 0.0)
     trits = share.round().clamp_(-1, 1)
-    rest = ((share - trits) * rule.radix).round_()
-    rest.clamp_(-rule.remainder_max, rule.remainder_max)
-    return _set(tensor, rows, trits, rest, round_scales(scales)) - trits * by_weight
+    remainders = ((share - trits) * rule.radix).round_()
+    remainders.clamp_(-rule.remainder_max, rule.remainder_max)
+    return _set(tensor, rows, trits, remainders, round_scales(scales)) - trits * by_weight
 
 
 @torch.no_grad()
@@ -329,10 +329,10 @@ def put(tensor: TernaryTensor, rows: slice, weight: Tensor, own_grid: bool) -> T
     return _set(tensor, rows, trits, wide - trits * rule.radix, v)
 
 
-def _set(tensor: TernaryTensor, rows: slice, trits: Tensor, rest: Tensor, v: Tensor) -> Tensor:
+def _set(tensor: TernaryTensor, rows: slice, trits: Tensor, low: Tensor, v: Tensor) -> Tensor:
     """Set trits, remainders and scales of some rows; return the decoded rows."""
     tensor.trits[rows] = pack_trits(trits.to(torch.int8))
-    tensor.rule.start(tensor.state, rows, rest.to(torch.int8))
+    tensor.rule.start(tensor.state, rows, low.to(torch.int8))
     tensor.exponent[rows] = (v // OCTAVE).to(torch.int8)
     tensor.fraction[rows] = (v % OCTAVE).to(torch.int8)
     return decode_weight(tensor.packed.rows(rows), torch.float32)

@@ -41,18 +41,18 @@ def model_card(weights: Weights, name: str, *, packed: bool = False) -> str:
     is_bitnet = shape is not None and shape.bitnet
     is_float = config.weights != "ternary"
     is_ternary = not is_float and (config.digits == "trit" or is_bitnet)
-    of = "-1, 0 or +1" if is_ternary else "an integer of one byte"
-    of += " (in the embedding, an integer of one byte)" if is_bitnet else ""
+    value = "-1, 0 or +1" if is_ternary else "an integer of one byte"
+    value += " (in the embedding, an integer of one byte)" if is_bitnet else ""
     if is_ternary and config.symbol_digits:
-        of += " (in the embedding and the head, an integer of one byte)"
-    each = f"each {of} times a scale of {config.group_size}"
+        value += " (in the embedding and the head, an integer of one byte)"
+    encoding = f"each {value} times a scale of {config.group_size}"
     reads_bytes = config.vocabulary == VOCABULARY and TOKENIZER_DIGEST not in checkpoint.data
     units = "bytes" if reads_bytes else "tokens"
     description = _dense(shape) if shape else _parts(config)
     base = base_model(weights.path.parent / COMPANIONS)
     rows = {
         **({"base model": base} if base else {}),
-        "weights": f"{number:,}" + ("" if is_float else f", {each}"),
+        "weights": f"{number:,}" + ("" if is_float else f", {encoding}"),
         "shape": f"{description.pop('shape')}, context {config.ctx} {units}",
         "tokens": "the 256 bytes; byte 0 ends a text"
         if reads_bytes

@@ -61,11 +61,11 @@ def companions_of(run: Path, config: ModelConfig) -> Path | None:
     folder = run / COMPANIONS
     if not (folder / CONFIG).exists():
         return None
-    theirs = shape_of(read_folder_config(folder))
-    ours = shape_of(config)
-    if ours is None or theirs is None or theirs._replace(ctx=ours.ctx) != ours:
+    source_shape = shape_of(read_folder_config(folder))
+    shape = shape_of(config)
+    if shape is None or source_shape is None or source_shape._replace(ctx=shape.ctx) != shape:
         raise ArbError(
-            f"`{folder}` came with another model than the one of `{run}`",
+            f"`{folder}` belongs to another model than `{run}`",
             "restore the folder that the import made",
         )
     return folder

@@ -21,16 +21,16 @@ from arbcli.config.short_forms import PART_RULES, set_part_rules
 
 HINT = "import a Llama, Mistral, Qwen 2 or Qwen 3, dense and not quantised, or a BitNet"
 NAME = "_name_or_path"
-"""Field with the name of the model that another one was made from."""
+"""Field with the name of the base model."""
 CACHE_PREFIX = "models--"
 """Beginning of a folder's name in the cache of Hugging Face; `--` separates its parts."""
 BIASES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False),
           "qwen3": (False, False), "bitnet": (False, False)}  # fmt: skip
 """Whether queries, keys and values, and the output, have biases, by `model_type`."""
 PACKED_TYPE = "arb"
-"""A model of any parts, whose packed weights are read by code of ours in Transformers."""
+"""A model of any parts, whose packed weights are read by custom code in Transformers."""
 CUSTOM_CODE_TYPE = "arb_byte_lm"
-"""A Qwen 3 with sub-norms, which `arb export --to hf` writes with code of ours."""
+"""A Qwen 3 with sub-norms, which `arb export --to hf` writes with custom code."""
 SILENT = {
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled",
     "_from_model_config", "_name_or_path", "arb.origin", "arb.step", "architectures",
@@ -48,14 +48,14 @@ ONLY: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
     "rope_interleaved": False, "use_mrope": False,
 }  # fmt: skip
-"""Fields that have this value, if they are there."""
-OF_TRITS, OF_DIGITS = "T128", "T32"
+"""Required values of fields that a file may have."""
+TRIT_TYPE, DIGIT_TYPE = "T128", "T32"
 """Scale types of weights that are imported as trits, and as all digits."""
 BITNET = "bitnet"
 QUANTIZATION = "quantization_config"
 BITNET_MODES = {"bitlinear": ("offline",), "autobitlinear": ("offline", "online")}
 """Modes of BitNet's `quantization_config` by `linear_class`. `offline` weights are packed trits
-with a scale, and those of `online` floats, whose mean magnitude is the scale."""
+with a scale; `online` weights are floats, and their mean magnitude is the scale."""
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 """`scaling` of rotary positions by `rope_type`."""
 FACTORS = {"factor": "factor", "original_max_position_embeddings": "original_ctx"}
@@ -65,7 +65,7 @@ ROPE_FIELDS = {
     "llama3": FACTORS | {"low_freq_factor": "low", "high_freq_factor": "high"},
     "yarn": FACTORS | {"beta_slow": "low", "beta_fast": "high"},
 }
-"""Fields of ours by those of rotary positions, by `rope_type`."""
+"""Names in `RotaryConfig` by field of `rope_parameters`, by `rope_type`."""
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -82,12 +82,12 @@ class _Fields:
         self._left = {name: value for name, value in values.items() if value is not None}
         self.where = where
 
-    def take(self, name: str, kind: Any, otherwise: Any = ...) -> Any:
-        """Return a field of a type; it is required without `otherwise`."""
-        value = self._left.pop(name, otherwise)
+    def take(self, name: str, kind: Any, default: Any = ...) -> Any:
+        """Return a field of a type; it is required without `default`."""
+        value = self._left.pop(name, default)
         if value is ...:
             raise ArbError(f"{self.where} has no `{name}`", HINT)
-        if value is not otherwise and not is_of(value, kind):
+        if value is not default and not is_of(value, kind):
             raise ArbError(f"{self.where} has no valid `{name}`: it is `{shown(value)}`", HINT)
         return value
 
@@ -198,7 +198,7 @@ def read_config(
         for window in _windows(fields, model_type, layers, ctx)
     )
     rules = {name: storage.pop(name) for name in PART_RULES if name in storage}
-    storage["scale_type"] = storage.get("scale_type") or (OF_TRITS if is_bitnet else OF_DIGITS)
+    storage["scale_type"] = storage.get("scale_type") or (TRIT_TYPE if is_bitnet else DIGIT_TYPE)
     config = ModelConfig(
         ctx=ctx,
         stages=(StageConfig(dim=fields.take("hidden_size", int), blocks=blocks),),
@@ -266,11 +266,11 @@ def _rotary(fields: _Fields, ctx: int) -> RotaryConfig:
     if kind not in SCALINGS:
         raise rope.refused("rope_type", kind)
     values: dict[str, Any] = {}
-    for theirs, ours in ROPE_FIELDS[kind].items():
-        number = int if ours == "original_ctx" else float
-        default = ctx if ours == "original_ctx" else ... if ours == "factor" else None
-        value = rope.take(theirs, number, default)
-        values[ours] = value if value is None else number(value)
+    for field, name in ROPE_FIELDS[kind].items():
+        number = int if name == "original_ctx" else float
+        default = ctx if name == "original_ctx" else ... if name == "factor" else None
+        value = rope.take(field, number, default)
+        values[name] = value if value is None else number(value)
     base = rope.take("rope_theta", float, theta)
     if (share := rope.take("partial_rotary_factor", float, 1.0)) != 1:
         raise rope.refused("partial_rotary_factor", share)
@@ -280,9 +280,9 @@ def _rotary(fields: _Fields, ctx: int) -> RotaryConfig:
 
 def rope_parameters(rotary: RotaryConfig) -> dict[str, Any]:
     """Write the angles as `rope_parameters`."""
-    kind = next(theirs for theirs, ours in SCALINGS.items() if ours == rotary.scaling)
-    values = {theirs: getattr(rotary, ours) for theirs, ours in ROPE_FIELDS[kind].items()}
+    kind = next(kind for kind, name in SCALINGS.items() if name == rotary.scaling)
+    values = {field: getattr(rotary, name) for field, name in ROPE_FIELDS[kind].items()}
     if kind in ("llama3", "yarn"):
-        low, high = (name for name, ours in ROPE_FIELDS[kind].items() if ours in ("low", "high"))
+        low, high = (field for field, name in ROPE_FIELDS[kind].items() if name in ("low", "high"))
         values[low], values[high] = rotary.bounds
     return {"rope_type": kind, "rope_theta": rotary.base} | values

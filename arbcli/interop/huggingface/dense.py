@@ -103,7 +103,7 @@ class Shape(NamedTuple):
     norms_heads: bool
     """Whether queries and keys are normalised."""
     sub_norms: bool
-    """Whether norms precede the output projections, for which other programs need code of ours."""
+    """Whether norms precede the output projections, for which other programs need custom code."""
     bitnet: bool
     """Whether blocks are BitNet's."""
 
@@ -134,7 +134,7 @@ def shape_of(config: ModelConfig) -> Shape | None:
     mixer, channel = main.blocks[0].mixer, main.blocks[0].channel
     if not isinstance(mixer, AttentionConfig) or not isinstance(channel, MLPConfig):
         return None
-    if mixer.sub_norm != channel.sub_norm or mixer.bitnet != channel.bitnet or _unsaid(mixer):
+    if mixer.sub_norm != channel.sub_norm or mixer.bitnet != channel.bitnet or _unsupported(mixer):
         return None
     return Shape(
         dim=main.dim,
@@ -188,8 +188,8 @@ def check_attention(config: ModelConfig) -> None:
         ArbError: none has.
     """
     for _, part in config.specs_and_parts():
-        if isinstance(part, AttentionConfig) and (unsaid := _unsaid(part)):
-            raise ArbError(f"GGUF has no architecture with {unsaid}", other_formats(config))
+        if isinstance(part, AttentionConfig) and (feature := _unsupported(part)):
+            raise ArbError(f"GGUF has no architecture with {feature}", other_formats(config))
 
 
 def other_formats(config: ModelConfig) -> str:
@@ -212,7 +212,7 @@ def fits_folder(shape: Shape | None) -> bool:
     )
 
 
-def _unsaid(mixer: AttentionConfig) -> str | None:
+def _unsupported(mixer: AttentionConfig) -> str | None:
     """Return the name of an attention feature that no architecture supports."""
     normed = mixer.query_key_norm != "none"
     features = {
@@ -226,7 +226,7 @@ def _unsaid(mixer: AttentionConfig) -> str | None:
         and mixer.bias
         and not mixer.output_bias,
     }
-    return next((name for name, there in features.items() if there), None)
+    return next((name for name, present in features.items() if present), None)
 
 
 def sources(model: LanguageModel) -> Iterator[Source]:
@@ -235,31 +235,31 @@ def sources(model: LanguageModel) -> Iterator[Source]:
     heights = [shape.head_width * heads for heads in (shape.heads, *[shape.kv_heads] * 2)]
     yield _matrix(model.embedding, "token_embd", "model.embed_tokens")
     for index, block in enumerate(model.blocks):
-        ours, theirs = f"blk.{index}.", f"model.layers.{index}."
+        gguf, hugging_face = f"blk.{index}.", f"model.layers.{index}."
         (attention, attention_norm, _), (mlp, mlp_norm, _) = block.branches
         assert isinstance(attention, Attention), "a model with a `Shape` has no other mixer"
         assert isinstance(mlp, MLP), "nor another channel mixer"
-        there = f"{theirs}self_attn."
-        yield _vector(attention_norm, f"{ours}attn_norm", f"{theirs}input_layernorm")
-        yield _split(attention.qkv, "weight", ours, there, ATTENTION, heights)
+        self_attn = f"{hugging_face}self_attn."
+        yield _vector(attention_norm, f"{gguf}attn_norm", f"{hugging_face}input_layernorm")
+        yield _split(attention.qkv, "weight", gguf, self_attn, ATTENTION, heights)
         if attention.bias:
-            yield _split(attention.bias, "bias", ours, there, ATTENTION, heights)
+            yield _split(attention.bias, "bias", gguf, self_attn, ATTENTION, heights)
         if shape.norms_heads:
             for letter, gain in (("q", attention.query_gain), ("k", attention.key_gain)):
-                names = f"{ours}attn_{letter}_norm.weight", f"{there}{letter}_norm.weight"
+                names = f"{gguf}attn_{letter}_norm.weight", f"{self_attn}{letter}_norm.weight"
                 part = Part(*names, slice(0, shape.head_width), (shape.head_width,))
                 yield Source(gain.weight if gain else None, (part,))
         if shape.bitnet and attention.sub_norm is not None:
-            yield _vector(attention.sub_norm, f"{ours}attn_sub_norm", f"{there}attn_sub_norm")
-        yield _matrix(attention.output, f"{ours}attn_output", f"{there}o_proj")
+            yield _vector(attention.sub_norm, f"{gguf}attn_sub_norm", f"{self_attn}attn_sub_norm")
+        yield _matrix(attention.output, f"{gguf}attn_output", f"{self_attn}o_proj")
         if attention.output_bias:
-            names = f"{ours}attn_output", f"{there}o_proj"
+            names = f"{gguf}attn_output", f"{self_attn}o_proj"
             yield _vector(attention.output_bias, *names, "bias")
-        yield _vector(mlp_norm, f"{ours}ffn_norm", f"{theirs}post_attention_layernorm")
-        yield _split(mlp.gate_up, "weight", ours, f"{theirs}mlp.", GATED, [shape.ffn] * 2)
+        yield _vector(mlp_norm, f"{gguf}ffn_norm", f"{hugging_face}post_attention_layernorm")
+        yield _split(mlp.gate_up, "weight", gguf, f"{hugging_face}mlp.", GATED, [shape.ffn] * 2)
         if shape.bitnet:
-            yield _vector(mlp.sub_norm, f"{ours}ffn_sub_norm", f"{theirs}mlp.ffn_sub_norm")
-        yield _matrix(mlp.output, f"{ours}ffn_down", f"{theirs}mlp.down_proj")
+            yield _vector(mlp.sub_norm, f"{gguf}ffn_sub_norm", f"{hugging_face}mlp.ffn_sub_norm")
+        yield _matrix(mlp.output, f"{gguf}ffn_down", f"{hugging_face}mlp.down_proj")
     yield _vector(model.norm, "output_norm", "model.norm")
     if not shape.tied:
         yield _matrix(model.head, "output", HEAD)
@@ -287,27 +287,27 @@ def _sizes(layer: nn.Module) -> tuple[int, int]:
     return weight.out_features, weight.in_features
 
 
-def _matrix(layer: nn.Module, ours: str, theirs: str) -> Source:
-    return _split(layer, "weight", "", "", ((ours, theirs),), [_sizes(layer)[0]])
+def _matrix(layer: nn.Module, gguf: str, hugging_face: str) -> Source:
+    return _split(layer, "weight", "", "", ((gguf, hugging_face),), [_sizes(layer)[0]])
 
 
-def _vector(layer: nn.Module, ours: str, theirs: str, kind: str = "weight") -> Source:
+def _vector(layer: nn.Module, gguf: str, hugging_face: str, kind: str = "weight") -> Source:
     """Name a norm, whose ones are a row, or a packed vector, whose numbers are rows."""
     if isinstance(layer, FloatRMSNorm):
         size, weight = layer.dim, None
     else:
         size, weight = math.prod(_sizes(layer)), _weight(layer)
-    part = Part(f"{ours}.{kind}", f"{theirs}.{kind}", slice(0, size), (size,))
+    part = Part(f"{gguf}.{kind}", f"{hugging_face}.{kind}", slice(0, size), (size,))
     return Source(weight, (part,))
 
 
 def _split(
     layer: nn.Module,
     kind: str,
-    ours: str,
-    theirs: str,
+    gguf: str,
+    hugging_face: str,
     names: tuple[tuple[str, str], ...],
-    heights: list[int],
+    rows: list[int],
 ) -> Source:
     """Cut a fused matrix, or a fused bias, into parts of these numbers of rows."""
     columns = _sizes(layer)[1:] if kind == "weight" else ()
@@ -315,11 +315,11 @@ def _split(
         _weight(layer),
         tuple(
             Part(
-                f"{ours}{here}.{kind}",
-                f"{theirs}{there}.{kind}",
+                f"{gguf}{name}.{kind}",
+                f"{hugging_face}{hf_name}.{kind}",
                 slice(end - height, end),
                 (height, *columns),
             )
-            for (here, there), height, end in zip(names, heights, accumulate(heights), strict=True)
+            for (name, hf_name), height, end in zip(names, rows, accumulate(rows), strict=True)
         ),
     )
