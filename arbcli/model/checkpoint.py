@@ -483,7 +483,7 @@ def _serialise(name: str, tensor: Tensor) -> tuple[str, memoryview, str]:
     """Copy a tensor to the CPU, and hash it there."""
     on_cpu = tensor.cpu().contiguous()
     if not _is_legal(name, on_cpu):
-        raise ValueError(f"`{name}` has a value that cannot be there")
+        raise ValueError(f"`{name}` has an invalid value")
     return name, _bytes(on_cpu), tensor_digest(name, on_cpu)
 
 
@@ -493,8 +493,8 @@ def _canonical(value: Any) -> str:
 
 def _seal(metadata: dict[str, Any]) -> dict[str, Any]:
     """Add the digest of all other fields."""
-    rest = {field: value for field, value in metadata.items() if field != "digest"}
-    return rest | {"digest": hashlib.sha256(_canonical(rest).encode()).hexdigest()}
+    fields = {field: value for field, value in metadata.items() if field != "digest"}
+    return fields | {"digest": hashlib.sha256(_canonical(fields).encode()).hexdigest()}
 
 
 def _header(metadata: dict[str, Any], shapes: Mapping[str, list[int]]) -> bytes:
@@ -547,7 +547,7 @@ def _read_checkpoint(file: BufferedReader, accept: Accept) -> Checkpoint:
 
     def verify(name: str, tensor: Tensor) -> tuple[str, Tensor | None]:
         _require(tensor_digest(name, tensor) == metadata["digests"][name], f"`{name}` was altered")
-        _require(_is_legal(name, tensor), f"`{name}` has a value that cannot be there")
+        _require(_is_legal(name, tensor), f"`{name}` has an invalid value")
         return name, tensor if name in names_to_load else None
 
     checked = _map_threads(verify, read())
@@ -565,11 +565,11 @@ def _read_metadata(entry: Any) -> dict[str, Any]:
     if newer:
         raise ArbError("it was written by a newer arb", "upgrade arb")
     types = {field: type(value) for field, value in metadata.items()}
-    _require(types == FIELDS, "its metadata does not have the fields of ours")
+    _require(types == FIELDS, "its metadata does not have the fields of a checkpoint")
     _require(_seal(metadata) == metadata, "its metadata was altered")
     counts = (metadata["step"], *metadata["counters"].values())
     integers = all(type(count) is int and 0 <= count < 2**63 for count in counts)
-    _require(version == FORMAT and integers, "its metadata has a value that cannot be")
+    _require(version == FORMAT and integers, "its metadata has an invalid value")
     return metadata
 
 

@@ -256,7 +256,7 @@ class Updater:
     def _update(
         self, updates: Iterable[tuple[Matrix, Tensor, Tensor]], *, merge: bool
     ) -> list[Unstepped]:
-        """Call `_update_matrix` with each of several arguments, and return all matrices."""
+        """Run `_update_matrix` for several matrices; return those that have yet to step."""
         unstepped: list[Unstepped] = []
 
         def update(*arguments: Any) -> None:
@@ -369,7 +369,7 @@ class Updater:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether tables should not count uses, as while slopes are computed."""
+        """Whether tables leave the counting of uses to this sink, which counts none for slopes."""
         return bool(self._routed and self._routed.finding)
 
     def finding_slopes(self, areas: frozenset[str]) -> AbstractContextManager[None]:
@@ -413,7 +413,7 @@ class Updater:
             names = quoted(counters)
             raise ArbError(
                 f"the checkpoint has different counters: {names or 'none'}",
-                "it is of another version of arb, or was modified: use another one",
+                "it was written by another version of arb, or modified: use another checkpoint",
             )
         self._nonfinite_steps.fill_(counters["nonfinite_steps"])
         self._refused.zero_()

@@ -125,7 +125,7 @@ class _Compress(Function):
         return *compress_blocks_backward(*inputs), None, None, None
 
 
-class _KeysOfChoices(Function):
+class _SelectedKeys(Function):
     """The keys of selected entries, (B, N, k, width); arbitrary ones for -1."""
 
     @staticmethod
@@ -145,7 +145,7 @@ class _KeysOfChoices(Function):
 
 
 _attend, _compress = operator(_Attend), operator(_Compress)
-_keys_of_choices = operator(_KeysOfChoices)
+_selected_keys = operator(_SelectedKeys)
 
 
 @operator
@@ -256,7 +256,7 @@ class Indexer(nn.Module, LowPrecision):
             valid: (B, N) bool mask of the groups; None for all.
         """
         chosen = chosen.contiguous()
-        chosen_keys = _keys_of_choices(keys, chosen, keys.shape[1])
+        chosen_keys = _selected_keys(keys, chosen, keys.shape[1])
         dots = torch.einsum("bnhd,bnkd->bnhk", q, chosen_keys).relu()
         scores = (dots.float() * w.float()[..., None]).sum(dim=2)
         is_entry = chosen >= 0
@@ -323,15 +323,15 @@ class CompressedAttention(CachedAttention):
         """
         projected, x = project(self.projection, x, norm, added)
         batch, length, _ = x.shape
-        q, rest = self._parted(projected)
+        q, inputs = self._split_queries(projected)
         q = q.unflatten(-1, (self.heads, self.width))
         cached = self.cache_format if state is None else state.clock.cache_format
         q = cached.round_queries(q, self.rotated)
         if state is not None:
-            y = state.attend(x, norm, q, *rest.split(self.kv, dim=-1))
+            y = state.attend(x, norm, q, *inputs.split(self.kv, dim=-1))
             return BlockOutput(x, self.output(y.reshape(batch, length, self.inner), self.sub_norm))
         table = self.table(length, x.device)
-        recent, entries, still = self._compressed(rest, table)
+        recent, entries, still = self._compressed(inputs, table)
         number = entries.shape[1]
         recent, entries = self.cache_format.round(recent, entries, rotated=self.rotated)
         chosen, index_inputs = None, None
@@ -355,7 +355,7 @@ class CompressedAttention(CachedAttention):
 
     def step(self, x: Tensor, state: CompressedState, residual: Tensor | None) -> Tensor:
         """Attend from one new position: see `Part.step`."""
-        q, new = self._parted(self.projection.fused(x, normalise=True))
+        q, new = self._split_queries(self.projection.fused(x, normalise=True))
         beta = self.beta.prepared() if self.beta else state.no_beta
         assert beta is not None
         still = state.append(new.unflatten(-1, (3, self.kv_heads, -1)), beta)
@@ -369,16 +369,16 @@ class CompressedAttention(CachedAttention):
         """Create the ring buffers of recent positions and entries."""
         return CompressedState(clock, self)
 
-    def _parted(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+    def _split_queries(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """Split the projection into queries, (..., H d), and keys, values and gates, (..., 3 G d).
 
         With mean pooling the gates are zero.
         """
         # not slices, whose gradients are padded with zeros and added up
-        q, rest = projected.split((self.inner, projected.shape[-1] - self.inner), dim=-1)
+        q, inputs = projected.split((self.inner, projected.shape[-1] - self.inner), dim=-1)
         if self.beta is None:
-            rest = functional.pad(rest, (0, self.kv))
-        return q, rest
+            inputs = functional.pad(inputs, (0, self.kv))
+        return q, inputs
 
     def gate_bias(self, device: torch.device) -> Tensor:
         """Return beta, (G d, m) float32; zeros with mean pooling."""
@@ -387,19 +387,19 @@ class CompressedAttention(CachedAttention):
         return self.beta()
 
     def _compressed(
-        self, rest: Tensor, table: tuple[Tensor, Tensor]
+        self, inputs: Tensor, table: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute (2) to (4): bytes, entries, and entries before the rotation, (B, n, G, d)."""
-        beta = self.gate_bias(rest.device)
+        beta = self.gate_bias(inputs.device)
         if self.key_gain is None:
-            return _compress(rest, beta, *table, self.kv_heads)
+            return _compress(inputs, beta, *table, self.kv_heads)
         cos, sin = table
         flat = torch.ones_like(cos), torch.zeros_like(sin)
-        recent, entries, still = _compress(rest, beta, *flat, self.kv_heads)
+        recent, entries, still = _compress(inputs, beta, *flat, self.kv_heads)
         here = broadcast_heads(table)
         starts = rows_at(here, slice(0, entries.shape[1] * self.ratio, self.ratio))
         recent, entries = self.placed(recent, here), self.placed(entries, starts)
-        return recent.to(rest.dtype), entries.to(rest.dtype), still
+        return recent.to(inputs.dtype), entries.to(inputs.dtype), still
 
     def _choose(
         self, indexer: Indexer, x: Tensor, norm: nn.Module | None, still: Tensor

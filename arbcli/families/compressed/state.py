@@ -97,36 +97,36 @@ class CompressedState(State):
         start, length, m = self.clock.start, q.shape[1], self.ratio
         device, layer = x.device, self.layer
 
-        here = rows_at(self.table, slice(start, start + length))
+        position_angles = rows_at(self.table, slice(start, start + length))
         ring = len(self.recent)
         kept = min(start, ring, self.window - 1)
         before = self.recent.get(torch.arange(start - kept, start, device=device) % ring)
-        new = layer.place_recent(recent, here)[0]
+        new = layer.place_recent(recent, position_angles)[0]
         last = min(length, ring)
         position_ids = torch.arange(start + length - last, start + length, device=device) % ring
         stored = self.recent.rounded(new)
         self.recent.put(position_ids, new[-last:])
         recent = torch.cat((before, stored))[None]
 
-        opened, done = start % m, start // m
+        num_open, num_complete = start % m, start // m
         block = [
-            torch.cat((kept_part[None, :opened], part), dim=1)
+            torch.cat((kept_part[None, :num_open], part), dim=1)
             for kept_part, part in zip(self.open, (values, gates), strict=True)
         ]
         number = block[0].shape[1] // m
         full = [part[:, : number * m].unflatten(1, (number, m)) for part in block]
         still = layer.compress(*full)  # (1, number, G, d)
-        firsts = torch.arange(done, done + number, device=device)
+        firsts = torch.arange(num_complete, num_complete + number, device=device)
         angles = broadcast_heads(rows_at(self.table, firsts * m))
         rotated = layer.placed(still[0], angles).to(still.dtype)
-        rest = block[0].shape[1] - number * m
+        num_left = block[0].shape[1] - number * m
         for kept_part, part in zip(self.open, block, strict=True):
-            kept_part[:rest] = part[0, number * m :]
+            kept_part[:num_left] = part[0, number * m :]
 
         group = (start + 1) // m
         lowest = max(0, group - self.max_entries)
         slots = len(self.entries)
-        old = torch.arange(lowest, done, device=device) % slots
+        old = torch.arange(lowest, num_complete, device=device) % slots
         entries = torch.cat((self.entries.get(old), self.entries.rounded(rotated)))[None]
         # a window has no more of them than there are slots
         self.entries.put(firsts % slots, rotated)
@@ -143,7 +143,7 @@ class CompressedState(State):
                 keys = torch.cat((keys, new_keys.to(q.dtype)))
             selected = self._choose(x, norm, keys[None], start, group, lowest)
             chosen = None if takes_all(selected, len(keys), sight) else selected
-        cos, sin = here
+        cos, sin = position_angles
         return compressed_attention(
             q, recent, entries, chosen, layer.sink(), cos, sin, sight, NORM_EPS
         )[0]
@@ -197,9 +197,9 @@ class CompressedState(State):
         if self.layer.key_gain or self.clock.cache_format.mixed:
             return self._append_plainly(new[0, 0].contiguous(), beta)[None, None]
         texts = self.clock.position.shape
-        rest = (self.open, beta, self.clock.position, *self.table, NORM_EPS, self.exponents)
+        inputs = (self.open, beta, self.clock.position, *self.table, NORM_EPS, self.exponents)
         new = new.reshape(*texts, *new.shape[2:]).contiguous()
-        still = append_position_(new, self.recent.codes, self.entries.codes, *rest)
+        still = append_position_(new, self.recent.codes, self.entries.codes, *inputs)
         return still.view(-1, 1, *still.shape[-2:])
 
     def _append_plainly(self, new: Tensor, beta: Tensor) -> Tensor:

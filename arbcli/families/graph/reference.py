@@ -78,12 +78,12 @@ def halt(
         share = Iterated.halt(part, index, halted, chance)
     else:
         iteration = model_choice[0][: len(halted)]
-        running, done = iteration >= index, iteration <= index
+        running, halts = iteration >= index, iteration <= index
         if not last:
             gone = (halted + chance).detach()[running]
-            within = torch.where(done[running], gone.clamp(min=HALT_AT), gone.clamp(max=HALT_AT))
+            within = torch.where(halts[running], gone.clamp(min=HALT_AT), gone.clamp(max=HALT_AT))
             model.scores.append((gone, within))
-        share = torch.where(done | last, 1 - halted, chance) * running
+        share = torch.where(halts | last, 1 - halted, chance) * running
     shares = model.notes.setdefault(name, [])
     shares.append(share)
     if last:

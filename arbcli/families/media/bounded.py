@@ -1,4 +1,4 @@
-"""A file of which a bounded number of bytes is read, however long it is."""
+"""Reading at most a bounded number of bytes of a file of any length."""
 
 import os
 from pathlib import Path
@@ -48,8 +48,8 @@ class BoundedFile:
 
     def read(self, size: int = -1) -> bytes:
         """Read `size` bytes or the rest of the file; fewer at its end, or at the bound."""
-        there = max(0, self._size - self._file.tell())
-        length = there if size < 0 else min(size, there)
+        remaining = max(0, self._size - self._file.tell())
+        length = remaining if size < 0 else min(size, remaining)
         if length > self._left:
             self.cut_by = f"its decoder reads more than the {self._allowed:,} bytes of its bound"
         content = self._file.read(min(length, self._left))

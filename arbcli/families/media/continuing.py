@@ -55,18 +55,18 @@ def prompt_and_length(
             "add `--out FILE`, or `--keep 1` to generate the text after it",
         )
     kept_items = int((KEPT if keep is None else keep) * (header.body_bytes // header.item_bytes))
-    rest = header.body_bytes - kept_items * header.item_bytes
+    missing_bytes = header.body_bytes - kept_items * header.item_bytes
     if isinstance(header, SoundHeader) and length is not None:
         header = dataclasses.replace(header, frames=kept_items + length // header.item_bytes)
-        rest = length
-    if not rest:
+        missing_bytes = length
+    if not missing_bytes:
         raise ArbError(
-            "the whole file is the prompt, and nothing is left to make",
+            "the whole file is the prompt, and nothing is left to generate",
             "use a smaller `--keep`, give a sound a `--length`, or leave out `--out` and"
             " `--bytes` to generate text",
         )
     body = content[span.body : span.body + kept_items * header.item_bytes]
-    return header.encode() + body, rest if length is None else min(length, rest)
+    return header.encode() + body, missing_bytes if length is None else min(length, missing_bytes)
 
 
 class Completion:

@@ -60,7 +60,8 @@ def _row_squares_kernel(
 def _unit_rows_kernel(squares_ptr, ok_ptr, gain_ptr, N, UNIT: tl.constexpr, BLOCK_N: tl.constexpr):
     """Compute the gains of a block of rows; every program counts the nonzero rows of the matrix.
 
-    The square of a row stands for what it is: above 0, 0, or not finite.
+    The sum of squares of a row classifies it: above 0 it counts, 0 is ignored, and one that is not
+    finite is bad.
     """
     rows = tl.zeros((BLOCK_N,), dtype=tl.int32)
     bad = tl.zeros((BLOCK_N,), dtype=tl.int32)

@@ -38,19 +38,19 @@ def decode_in_groups(
     kept_weights = weights[::-1][: first + size - 1] if across else []
     if sum(weight.num_weights for weight in kept_weights) > MOST_KEPT:
         kept_weights = []
-    needed_after = _rest_of_groups(weights, forward)
-    needed_before = _rest_of_groups(weights[::-1], backward)[::-1]
+    needed_after = _next_in_groups(weights, forward)
+    needed_before = _next_in_groups(weights[::-1], backward)[::-1]
     for index, weight in enumerate(weights):
         keeps = len(weights) - index <= len(kept_weights)
         weight.group = DecodedWith(needed_after[index], needed_before[index], keeps)
 
 
-def _rest_of_groups(
+def _next_in_groups(
     weights: list[LinearWeight], starts: range | tuple[int, ...]
 ) -> list[tuple[LinearWeight, ...]]:
-    """Return for each weight those after it in its group; groups begin at `starts`."""
-    rests: list[tuple[LinearWeight, ...]] = [()] * len(weights)
+    """Return the weights after each weight in its group; groups begin at the indices `starts`."""
+    followers: list[tuple[LinearWeight, ...]] = [()] * len(weights)
     for start, end in zip(starts, (*starts[1:], len(weights)), strict=True):
         for index in range(start, end):
-            rests[index] = tuple(weights[index + 1 : end])
-    return rests
+            followers[index] = tuple(weights[index + 1 : end])
+    return followers

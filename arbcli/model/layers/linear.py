@@ -225,7 +225,7 @@ class _Linear(Function):
 _linear = operator(_Linear, lambda x, trits, *_: x.new_empty(len(x), len(trits)))
 
 
-class _LinearOfSum(Function):
+class _SumLinear(Function):
     """total = x + added, y = norm(total) @ w.T; otherwise like `_Linear`.
 
     `total` is also an output, the residual stream, so its gradient is added.
@@ -325,7 +325,7 @@ class TernaryLinear(DecodingLayer):
             self.weight.await_backward()
             norm.await_backward()
         parts = rows, added.reshape(rows.shape), anchor(x)
-        y, total = _LinearOfSum.apply(*parts, self.weight, norm)
+        y, total = _SumLinear.apply(*parts, self.weight, norm)
         return y.view(*x.shape[:-1], -1), total.view(x.shape)
 
     @property

@@ -37,71 +37,71 @@ class _Divergence(Function):
     """Divergence of each row; the backward recomputes the probabilities."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, theirs: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, teacher_logits: Tensor) -> Tensor:
         totals = [torch.empty(len(logits), device=logits.device) for _ in range(2)]
         for rows in row_chunks(logits, ELEMENTS_AT_ONCE):
-            for total, of in zip(totals, (logits, theirs), strict=True):
-                total[rows] = of[rows].float().logsumexp(dim=1)
-        total, their_total = totals
-        ctx.save_for_backward(logits, theirs, total, their_total)
-        divergences = total - their_total
-        add_divergence_(divergences, logits, theirs, their_total)
+            for total, source in zip(totals, (logits, teacher_logits), strict=True):
+                total[rows] = source[rows].float().logsumexp(dim=1)
+        total, teacher_total = totals
+        ctx.save_for_backward(logits, teacher_logits, total, teacher_total)
+        divergences = total - teacher_total
+        add_divergence_(divergences, logits, teacher_logits, teacher_total)
         return divergences
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, theirs, total, their_total = ctx.saved_tensors
+        logits, teacher_logits, total, teacher_total = ctx.saved_tensors
         logits = logits.clone()
-        grade_divergence_(logits, theirs, total, their_total, grad)
+        grade_divergence_(logits, teacher_logits, total, teacher_total, grad)
         return logits, None
 
 
-def divergence(logits: Tensor, theirs: Tensor) -> Tensor:
+def divergence(logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """Compute the KL divergence of each row from the teacher's distribution, in nats.
 
-    Sum over the symbols of p (log p - log q), with p = softmax(theirs) and q = softmax(logits).
+    Sum over the symbols of p (log p - log q), p and q the softmax of `teacher_logits` and `logits`.
     Source: Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network", 2015.
 
     Args:
         logits: (M, V) float32 or bfloat16.
-        theirs: (M, V), the teacher's logits, which get no gradient.
+        teacher_logits: (M, V), the teacher's logits, which get no gradient.
 
     Returns:
         (M,) float32.
     """
-    return _Divergence.apply(logits, theirs)
+    return _Divergence.apply(logits, teacher_logits)
 
 
 def add_divergence_(
-    divergences: Tensor, logits: Tensor, theirs: Tensor, their_total: Tensor
+    divergences: Tensor, logits: Tensor, teacher_logits: Tensor, teacher_total: Tensor
 ) -> None:
-    """Add the contribution of a chunk of symbols to divergences: sum of p (theirs - logits).
+    """Add the contribution of a chunk of symbols to divergences, p (teacher_logits - logits).
 
     Args:
         divergences: (M,) float32, updated in place.
         logits: (M, N).
-        theirs: (M, N), the teacher's logits.
-        their_total: (M,) float32, log-sum-exp of the teacher's logits over all symbols.
+        teacher_logits: (M, N), the teacher's logits.
+        teacher_total: (M,) float32, log-sum-exp of the teacher's logits over all symbols.
     """
     for rows in row_chunks(logits, ELEMENTS_AT_ONCE):
-        other = theirs[rows].float()
-        shares = (other - their_total[rows, None]).exp_()
-        divergences[rows] += shares.mul_(other - logits[rows]).sum(dim=1)
+        teacher_chunk = teacher_logits[rows].float()
+        shares = (teacher_chunk - teacher_total[rows, None]).exp_()
+        divergences[rows] += shares.mul_(teacher_chunk - logits[rows]).sum(dim=1)
 
 
 def grade_divergence_(
-    logits: Tensor, theirs: Tensor, total: Tensor, their_total: Tensor, scale: Tensor
+    logits: Tensor, teacher_logits: Tensor, total: Tensor, teacher_total: Tensor, scale: Tensor
 ) -> None:
     """Replace the logits of a chunk of symbols by the gradients of scaled divergences, in place.
 
     Args:
         logits: (M, N).
-        theirs: (M, N), the teacher's logits.
+        teacher_logits: (M, N), the teacher's logits.
         total: (M,) float32, log-sum-exp of the logits over all symbols.
-        their_total: (M,) float32, log-sum-exp of the teacher's logits.
+        teacher_total: (M,) float32, log-sum-exp of the teacher's logits.
         scale: (M,) float32, gradient of each row's divergence.
     """
     for rows in row_chunks(logits, ELEMENTS_AT_ONCE):
         shares = (logits[rows].float() - total[rows, None]).exp_()
-        shares -= (theirs[rows].float() - their_total[rows, None]).exp_()
+        shares -= (teacher_logits[rows].float() - teacher_total[rows, None]).exp_()
         logits[rows] = shares.mul_(scale[rows, None])

@@ -199,7 +199,7 @@ class _RotaryNorm(Function):
         return rotary_norm_backward(*grads, *ctx.saved_tensors), None, None
 
 
-class _RotaryNormOfCopy(Function):
+class _CopiedRotaryNorm(Function):
     """Rotate and normalise a copy, for `torch.compile`, which may reuse the memory of the input."""
 
     @staticmethod
@@ -217,7 +217,7 @@ class _RotaryNormOfCopy(Function):
         return rotary_norm_backward(*unpack_qkv(grad), *ctx.saved_tensors), None, None
 
 
-_rotary_norm_of_copy = operator(_RotaryNormOfCopy)
+_copied_rotary_norm = operator(_CopiedRotaryNorm)
 
 
 def table_for(qkv: Tensor, rotary: RotaryConfig = PLAIN) -> Angles:
@@ -240,7 +240,7 @@ def rotary_norm(
     """
     table = table or table_for(qkv, rotary)
     if torch.compiler.is_compiling():
-        return unpack_qkv(_rotary_norm_of_copy(qkv, *table)[0])
+        return unpack_qkv(_copied_rotary_norm(qkv, *table)[0])
     return _RotaryNorm.apply(qkv, *table)
 
 

@@ -311,11 +311,11 @@ class _Losses(Function):
         norm: TernaryRMSNorm,
         room: int,
     ) -> Tensor:
-        ctx.weight, ctx.norm, ctx.theirs, ctx.kept = weight, norm, None, []
+        ctx.weight, ctx.norm, ctx.predictions, ctx.kept = weight, norm, None, []
         normal = norm(x)
         if isinstance(targets, Predictions):
             losses, total = weight.diverge(normal, targets)
-            ctx.theirs = targets
+            ctx.predictions = targets
             ctx.save_for_backward(x, total)
         else:
             losses, total, ctx.kept = weight.score(normal, targets, room)
@@ -325,7 +325,7 @@ class _Losses(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, total, *targets_of_loss = ctx.saved_tensors
-        norm, targets = ctx.norm, ctx.theirs or targets_of_loss[0]
+        norm, targets = ctx.norm, ctx.predictions or targets_of_loss[0]
         scored = Scored(norm(x), targets, total, ctx.kept)
         grad_x, _ = norm.backward(ctx.weight.losses_backward(scored, grad.contiguous()), x)
         return grad_x, None, None, None, None, None
