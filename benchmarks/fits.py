@@ -3,7 +3,7 @@
     loss = E + A (weights / 10**6) ** -a + B (bytes / 10**6) ** -b
 
 Source: J. Hoffmann et al., https://arxiv.org/abs/2203.15556. The sum of squares of relative errors
-is minimised. A parameter's standard error is that of the jackknife: each point is left out once.
+is total_loss. A parameter's standard error is that of the jackknife: each point is left out once.
 It is NaN where the remaining points do not determine the parameter, as two sizes do not determine
 E, A and a: the minimum is flat there, and only rounding would choose a value.
 """

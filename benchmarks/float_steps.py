@@ -22,9 +22,9 @@ CODE_BLOCK = 256
 """Values of a moment in eight bits that share their largest magnitude."""
 STEPS_OF_A_BLOCK = 25
 """Before BAdam goes on to another block."""
-COMPILATIONS = 64
+COMPILE_LIMIT = 64
 """Maximum number of compiled variants of an update function, one per shape."""
-torch._dynamo.config.recompile_limit = COMPILATIONS
+torch._dynamo.config.recompile_limit = COMPILE_LIMIT
 
 
 class FloatSteps:

@@ -86,7 +86,7 @@ def compare_bits(
     trainer.check_agreement()
     saved = trainer.checkpoint("").tensors
     assert trainer.shared is not None
-    wire = trainer.shared.bytes_a_weight()
+    wire = trainer.shared.bytes_per_weight()
     trainer.release_graph()
     kind = f"digits {digits}{', captured' * trainer.captures}"
     row = {"part": "bits", "preset": preset, "kind": kind, "gpus": group.size, "seed": 7}
@@ -149,7 +149,7 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
                     progress(part, "timed")
                 peak = torch.cuda.max_memory_allocated() if on_gpu else 0
                 state = trainer.state_bytes()
-                wire = trainer.shared.bytes_a_weight() if trainer.shared else 0
+                wire = trainer.shared.bytes_per_weight() if trainer.shared else 0
                 captured = trainer.captures
                 trainer.release_graph()
                 del trainer

@@ -6,7 +6,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
-from arbcli.training.step import minimised
+from arbcli.training.step import total_loss
 from benchmarks.bare_families import FamilyModel
 from benchmarks.families import FAMILIES
 
@@ -65,7 +65,7 @@ def test_loss_and_gradients_are_those_of_the_float_baseline(family):
     assert not parameters
     ids = torch.arange(128).view(2, 64) ** 2 * 5 % 256
     with use_backend("torch"):
-        loss = minimised(baseline.losses(ids, 255 - ids), baseline.loss_weights)
+        loss = total_loss(baseline.losses(ids, 255 - ids), baseline.loss_weights)
         loss.backward()
     bare_loss = bare(ids, 255 - ids)
     bare_loss.backward()

@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         lambda _: plain_file(text("a", "a.wav.gz"), Conversion()),
         "`a.wav.gz` is a compressed sound or picture"),
     "large tokenizer": (
-        smaller(tokens, "LARGEST_FILE", 3, lambda: tokens.Tokenizer.read(text("four"))),
+        smaller(tokens, "MAX_FILE_BYTES", 3, lambda: tokens.Tokenizer.read(text("four"))),
         "`a.txt` has more than 3 bytes"),
     "templates without jinja": (
         hide_package("jinja2", lambda: templates("x")), "needs the package jinja2, which is not"),

@@ -17,9 +17,9 @@ from typing import Annotated, Any, BinaryIO, get_args, get_origin
 
 from arbcli.base.errors import ArbError, os_error
 
-LARGEST_FILE = 2**24
+MAX_FILE_BYTES = 2**24
 """Maximum size in bytes of a file that is read at once."""
-MOST_NESTED = 64
+MAX_NESTING = 64
 """Maximum nesting depth of lists and objects."""
 SHOWN = 60
 """Maximum number of characters of a value in an error message."""
@@ -69,13 +69,13 @@ def read_small(path: Path, limit: int | None = None, advice: str = "name another
 
     Args:
         path: path of the file.
-        limit: maximum size in bytes; None is `LARGEST_FILE`.
+        limit: maximum size in bytes; None is `MAX_FILE_BYTES`.
         advice: hint of the error for a larger file.
 
     Raises:
         ArbError: it is larger, or `open_regular` refuses it.
     """
-    limit = LARGEST_FILE if limit is None else limit
+    limit = MAX_FILE_BYTES if limit is None else limit
     with open_regular(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -125,7 +125,7 @@ def parse_json(content: bytes) -> Any:
     """
     try:
         value = json.loads(content.decode("utf-8-sig"), parse_constant=_refuse_constant)
-        few = content.count(b"[") + content.count(b"{") <= MOST_NESTED
+        few = content.count(b"[") + content.count(b"{") <= MAX_NESTING
         return value if few else _flat_enough(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(_reason(error)) from None
@@ -143,7 +143,7 @@ def _reason(error: Exception) -> str:
 
 def _flat_enough(value: Any) -> Any:
     level = [value]
-    for _ in range(MOST_NESTED + 1):
+    for _ in range(MAX_NESTING + 1):
         level = [container for container in level if isinstance(container, dict | list)]
         if not level:
             return value

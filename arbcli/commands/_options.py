@@ -17,7 +17,7 @@ from arbcli.base.environment import may_have_gpu, no_cuda_device
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.lazy import imported
 from arbcli.base.output import note
-from arbcli.base.reading import LARGEST_FILE, check_regular, open_regular, parse_json
+from arbcli.base.reading import MAX_FILE_BYTES, check_regular, open_regular, parse_json
 from arbcli.commands._help import show_all
 from arbcli.config.file import read_assignments, read_model
 from arbcli.config.model import CACHE_DTYPES, ModelConfig
@@ -261,7 +261,7 @@ def config_in_header(path: Path) -> ModelConfig | None:
         file = run_files.checkpoints(path)[0] if path.is_dir() else path
         with open_regular(file) as source:
             size = int.from_bytes(source.read(8), "little")
-            header = parse_json(source.read(min(size, LARGEST_FILE)))
+            header = parse_json(source.read(min(size, MAX_FILE_BYTES)))
         return config_from_dict(parse_json(header["__metadata__"]["arb"].encode())["config"])
     except (ArbError, ValueError, TypeError, LookupError, AttributeError):
         return None
@@ -392,7 +392,7 @@ def read_budget(budget: str) -> int:
     return int(float(match[1]) * unit)
 
 
-MOST_METAVAR = 32
+MAX_METAVAR = 32
 """Maximum length of a value's placeholder in a help page."""
 
 
@@ -459,7 +459,7 @@ def option_for(*names: str, callback: Callable | None = None, **changes: Any) ->
     metavar = setting.metavar
     if setting.choices and metavar is None:
         metavar = "|".join(setting.choices)
-        metavar = metavar if len(metavar) <= MOST_METAVAR else first.option[2:].upper()
+        metavar = metavar if len(metavar) <= MAX_METAVAR else first.option[2:].upper()
     text = " ".join(setting_field.setting.help for setting_field in (first, *others))
     text = replace_fields(text, SETTINGS).replace("`", "")
     return Annotated[

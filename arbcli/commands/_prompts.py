@@ -19,7 +19,7 @@ from arbcli.families.media.continuing import prompt_and_length
 if TYPE_CHECKING:
     from arbcli.model.language_model import LanguageModel
 
-MOST_PROMPT_BYTES = 2**26
+MAX_PROMPT_BYTES = 2**26
 """Maximum size of a prompt, or of a file of prompts."""
 
 
@@ -36,10 +36,10 @@ def read_prompt(
 
     plain = plain_file(file, run_conversion(checkpoint))
     with open_regular(plain) as source:
-        content = source.read(MOST_PROMPT_BYTES + 1)
-    if len(content) > MOST_PROMPT_BYTES:
+        content = source.read(MAX_PROMPT_BYTES + 1)
+    if len(content) > MAX_PROMPT_BYTES:
         raise ArbError(
-            f"`{file}` has more than {MOST_PROMPT_BYTES:,} bytes", "give a shorter prompt"
+            f"`{file}` has more than {MAX_PROMPT_BYTES:,} bytes", "give a shorter prompt"
         )
     if model.tokenizer is not None and plain != file:
         raise ArbError(
@@ -52,13 +52,13 @@ def read_lines(file: Path) -> list[bytes]:
     """Read the lines of a file, or of stdin for `-`."""
     try:
         with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as source:
-            content = source.read(MOST_PROMPT_BYTES + 1)
+            content = source.read(MAX_PROMPT_BYTES + 1)
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise ArbError(f"cannot read `{file}`: {why}", "give a file, or - for stdin") from error
-    if len(content) > MOST_PROMPT_BYTES:
+    if len(content) > MAX_PROMPT_BYTES:
         raise ArbError(
-            f"`{file}` has more than {MOST_PROMPT_BYTES:,} bytes of prompts",
+            f"`{file}` has more than {MAX_PROMPT_BYTES:,} bytes of prompts",
             "split it into several files",
         )
     return content.splitlines()

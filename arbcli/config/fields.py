@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.reading import shown
 from arbcli.config.kinds import SLOTS, Kinds
-from arbcli.config.model import MOST_BLOCKS, ModelConfig
+from arbcli.config.model import MAX_BLOCKS, ModelConfig
 from arbcli.config.settings import as_type, plain_type
 
 NONE = "none"
@@ -79,8 +79,8 @@ def _value(kind: Any, value: Any, union: Kinds | None, where: str) -> Any:
     kinds = get_args(kind) if get_origin(kind) is UnionType else (kind,)
     for option in kinds:
         if get_origin(option) is tuple and isinstance(value, list | tuple):
-            if len(value) > MOST_BLOCKS:
-                raise TypeError(f"`{where}` has {len(value):,} entries, more than {MOST_BLOCKS:,}")
+            if len(value) > MAX_BLOCKS:
+                raise TypeError(f"`{where}` has {len(value):,} entries, more than {MAX_BLOCKS:,}")
             element = get_args(option)[0]
             return tuple(
                 _value(element, part, union, f"{where}[{index}]")

@@ -8,7 +8,7 @@ SCALE_TYPES = {f"T{size}": size for size in (4, 6, 8, 16, 32, 64, 96, 128)}
 """Group size by scale type: the number of weights of a row that share a scale."""
 VOCABULARY = 256
 """Vocabulary size of models that read bytes."""
-MOST_AT_ONCE = 4096
+MAX_CHUNK = 4096
 """Maximum number of symbols in a chunk of a vocabulary; larger vocabularies are split."""
 NORM_EPS = 1e-6
 """Default epsilon of norms, which is added to the mean square."""
@@ -16,7 +16,7 @@ NORM_EPS = 1e-6
 
 def is_chunked(vocabulary: int) -> bool:
     """Return whether a vocabulary is split into chunks."""
-    return vocabulary > MOST_AT_ONCE
+    return vocabulary > MAX_CHUNK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,10 +29,10 @@ FILL_SYMBOLS = 3
 STREAMS = (1, 2, 4, 8)
 LISTS = ("blocks", "before", "after")
 """Fields of a stage that are lists of blocks."""
-MOST_BLOCKS = 1024
+MAX_BLOCKS = 1024
 """Maximum length of a list of blocks."""
-MOST_OUTER_STAGES = 8
-MOST = 2**20
+MAX_OUTER_STAGES = 8
+MAX_SIZE = 2**20
 """Maximum width, context and vocabulary."""
 OF_LAYERS = (
     "scale_type", "rule", "digits", "votes_fixes", "direction", "weights", "norm_gain", "norm_eps",
@@ -40,7 +40,7 @@ OF_LAYERS = (
 """Fields of a model that each `LayerSpec` has."""
 CACHE_DTYPES = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed", "fp8-queries", "int8-queries")
 """Choices of `--kv`."""
-MOST_EPS = 0.01
+MAX_EPS = 0.01
 """Maximum of `norm_eps`."""
 EPS_KINDS = ("attention", "mlp")
 """Kinds of parts whose norms support any `norm_eps`."""
@@ -49,7 +49,7 @@ Context = Annotated[
     settings.Setting(
         "Context length in bytes or tokens.",
         minimum=1,
-        maximum=MOST,
+        maximum=MAX_SIZE,
         default=settings.PRESETS_OWN,
         common=True,
     ),
@@ -151,7 +151,7 @@ class StageConfig:
         if self.bound is not None and not self.bound > 0:
             raise setting_error(f"`bound` is {self.bound}", "use a number above 0")
         for name in LISTS:
-            settings.check_bounds("layers", len(getattr(self, name)), 0, MOST_BLOCKS)
+            settings.check_bounds("layers", len(getattr(self, name)), 0, MAX_BLOCKS)
         if self.chunking and (self.blocks or self.memories or self.router):
             raise ArbError(
                 "a stage with chunking has `blocks`, `memories` or a `router`",
@@ -304,10 +304,10 @@ class ModelConfig:
                     "leave all but one of them out",
                     fields=("beside",),
                 )
-        if not 1 <= len(self.stages) <= MOST_OUTER_STAGES + 1:
+        if not 1 <= len(self.stages) <= MAX_OUTER_STAGES + 1:
             raise ArbError(
                 f"a model has {len(self.stages)} stages",
-                f"use 1 to {MOST_OUTER_STAGES + 1} of them",
+                f"use 1 to {MAX_OUTER_STAGES + 1} of them",
                 fields=("outer_dim",),
             )
         for index, stage in enumerate(self.stages):
@@ -409,9 +409,9 @@ class ModelConfig:
 
     def _check_norm_eps(self) -> None:
         """Check `norm_eps`, and that no norm's kernel is limited to `NORM_EPS`."""
-        if not 0 < self.norm_eps <= MOST_EPS:
+        if not 0 < self.norm_eps <= MAX_EPS:
             raise setting_error(
-                f"`norm_eps` is {self.norm_eps}", f"use more than 0, and at most {MOST_EPS}"
+                f"`norm_eps` is {self.norm_eps}", f"use more than 0, and at most {MAX_EPS}"
             )
         parts = [part for _, part in self.specs_and_parts()]
         main = self.main

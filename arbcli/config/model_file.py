@@ -35,11 +35,11 @@ from typing import Any
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.reading import shown
 from arbcli.config.fields import NONE, build_dataclass
-from arbcli.config.model import LISTS, MOST_BLOCKS, BlockConfig, Blocks, ModelConfig, StageConfig
+from arbcli.config.model import LISTS, MAX_BLOCKS, BlockConfig, Blocks, ModelConfig, StageConfig
 from arbcli.config.training import model_word, spelled_out
 from arbcli.model.rules import DIRECTION, RULES
 
-MOST_STAGES = 64
+MAX_STAGES = 64
 """Maximum number of stages in a file; models are limited further."""
 
 
@@ -55,7 +55,7 @@ def model_from_toml(values: dict[str, Any], where: str) -> ModelConfig:
     """
     fields = dict(values)
     stages, blocks = fields.pop("stage", None), fields.pop("block", {})
-    if not isinstance(stages, list) or not isinstance(blocks, dict) or len(stages) > MOST_STAGES:
+    if not isinstance(stages, list) or not isinstance(blocks, dict) or len(stages) > MAX_STAGES:
         raise ArbError(
             f"`{where}` has no list of stages in `[[model.stage]]`",
             "write a stage with `dim` and `blocks`",
@@ -92,13 +92,13 @@ def model_fields(values: dict[str, Any], where: str) -> dict[str, Any]:
             f"`{where}` has `model.optimizer` and `model.direction`, which are the same",
             "leave one of them out",
         )
-    words: dict[str, Any] = {
+    storage: dict[str, Any] = {
         "direction" if name == "optimizer" else name: values[name]
         for name in ("weights", "digits", "optimizer", "direction")
         if name in values
     }
-    others = {name: value for name, value in values.items() if name not in (*words, "optimizer")}
-    return others | spelled_out(words)
+    others = {name: value for name, value in values.items() if name not in (*storage, "optimizer")}
+    return others | spelled_out(storage)
 
 
 def _stage(stage: Any, blocks: dict[str, BlockConfig], where: str) -> StageConfig:
@@ -124,8 +124,8 @@ def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
                 f"the blocks of `[model.block]` are: {known}",
             )
         number = int(count) if re.fullmatch("[0-9]{1,4}", count) else 0 if times else 1
-        if not 1 <= number <= MOST_BLOCKS - len(expanded):
-            raise ArbError(f"`{where}` repeats `{shown(word)}`", f"use 1 to {MOST_BLOCKS} blocks")
+        if not 1 <= number <= MAX_BLOCKS - len(expanded):
+            raise ArbError(f"`{where}` repeats `{shown(word)}`", f"use 1 to {MAX_BLOCKS} blocks")
         expanded += [blocks[name]] * number
     return tuple(expanded)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 from arbcli.base.errors import ArbError, setting_error
 from arbcli.base.lazy import ExtendedMapping, LoadedMapping
-from arbcli.config.model import LISTS, MOST_BLOCKS, BlockConfig, Context, ModelConfig, StageConfig
+from arbcli.config.model import LISTS, MAX_BLOCKS, BlockConfig, Context, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.mlp import MLPConfig
@@ -199,7 +199,7 @@ def family_of(form: str) -> str:
 def _form(name: str) -> Form:
     """Import a short form."""
     if name == "dense":
-        return Form(dense, {"layers": MOST_BLOCKS})
+        return Form(dense, {"layers": MAX_BLOCKS})
     return import_module(f"arbcli.families.{family_of(name)}.presets").FORM
 
 

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 EVAL_EVERY = (50, 500)
 """Minimum and maximum of the default number of steps between evaluations."""
-LONGEST_LOG = 1000
+MAX_LOG_EVERY = 1000
 """Maximum number of steps between records; a checkpoint has the loss of each of them."""
-MOST = 2**31 - 1
+MAX_COUNT = 2**31 - 1
 """Maximum of counts."""
 LOSSES = ("text", *(loss for family in FAMILIES.values() for loss in family.losses))
 """Parts of a loss: see `LanguageModel.losses`."""
@@ -54,12 +54,12 @@ COMPUTES = ("bf16", "fp8", "fp8-backward", "nvfp4", "fp32")
 """Choices of `compute`."""
 REDUCE_DTYPES = ("int12", "int8", "int16")
 """Choices of `reduce_dtype`: integers to which gradients of matrices are rounded."""
-MOST_IN_PLACE = 4
+MAX_UNSUMMED = 4
 """Default maximum number of micro-batches per step that are not summed before they are averaged.
 Each is rounded to the moment, and this loses more the more there are: see docs/rules.md."""
-MOST_FINELY_SUMMED = 16
+MAX_INT16_SUMMED = 16
 """Maximum number of micro-batches that `int16` sums in 16 bits; `int12` sums 64."""
-MOST_PARTS = {"int8": 2**20, "int12": 2**16, "int16": 2**12}
+MAX_ACCUM = {"int8": 2**20, "int12": 2**16, "int16": 2**12}
 """Maximum number of micro-batches per step whose sum cannot overflow, by `reduce_dtype`."""
 CHANGEABLE = (
     "steps", "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best",
@@ -80,7 +80,7 @@ OF_REMAINDERS = {"weight_average": "average", "weight_decay": "remainder that co
 """Settings that weights without remainders refuse."""
 DROPOUTS = ("dropout", "attention_dropout", "embedding_dropout")
 """Settings with a probability of dropout."""
-LARGEST_DECAY = 8
+MAX_DECAY = 8
 """Maximum product of `weight_decay` and `lr`; `fade` doubles the rate of digits."""
 FLOAT_LR = {
     ("float", "adamw"): 1e-3,
@@ -212,7 +212,7 @@ class TrainConfig:
         decisive=False,
     )
     seed: int = of_run(
-        0, "Random seed.", minimum=0, maximum=MOST, metavar="N", common=True, decisive=True
+        0, "Random seed.", minimum=0, maximum=MAX_COUNT, metavar="N", common=True, decisive=True
     )
     save_every: int = of_run(
         500,
@@ -228,7 +228,7 @@ class TrainConfig:
         common=True,
     )
     log_every: int | None = of_run(
-        None, "Steps between records.", minimum=1, maximum=LONGEST_LOG, default="10"
+        None, "Steps between records.", minimum=1, maximum=MAX_LOG_EVERY, default="10"
     )
     """Steps between records; None is `arbcli.training.schedule.LOG_EVERY`."""
     sample_every: int | None = of_run(
@@ -280,8 +280,8 @@ class TrainConfig:
         "Integer type in which gradients of micro-batches and processes are summed. none"
         " averages each as it is computed, in less memory.",
         choices=(*REDUCE_DTYPES, "none"),
-        default=f"int16, and int12 over {MOST_FINELY_SUMMED} batches; none for one process of up to"
-        f" {MOST_IN_PLACE}",
+        default=f"int16, and int12 over {MAX_INT16_SUMMED} batches; none for one process of up to"
+        f" {MAX_UNSUMMED}",
     )
     """Integers of gradients in sums and in the all-reduce; None updates each matrix as soon as its
     gradient is computed, without accumulating gradients. `none` becomes None."""
@@ -309,7 +309,7 @@ class TrainConfig:
         Raises:
             ArbError: a value is invalid, or settings contradict each other.
         """
-        check_fields(self, MOST)
+        check_fields(self, MAX_COUNT)
         if self.reduce_dtype == "none":
             object.__setattr__(self, "reduce_dtype", None)
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
@@ -320,10 +320,10 @@ class TrainConfig:
         if self.scale_losses:
             self._check_scale_losses()
         self._check_media()
-        if self.reduce_dtype is not None and self.accum > MOST_PARTS[self.reduce_dtype]:
+        if self.reduce_dtype is not None and self.accum > MAX_ACCUM[self.reduce_dtype]:
             raise ArbError(
                 f"sums of {self.accum:,} parts of {self.reduce_dtype} could wrap",
-                f"use `accum` of up to {MOST_PARTS[self.reduce_dtype]:,}, or narrower integers",
+                f"use `accum` of up to {MAX_ACCUM[self.reduce_dtype]:,}, or narrower integers",
                 fields=("accum", "reduce_dtype"),
             )
         for problem, name in self.bars_to_packing() if self.pack else ():
@@ -347,7 +347,7 @@ class TrainConfig:
                 "the checkpoint is from the middle of a run that anneals its weights",
                 "choose `digits=all`, `digits=fade` or `digits=trit`",
             )
-        if self.steps * self.accum > MOST:  # micro-batches are numbered by int32
+        if self.steps * self.accum > MAX_COUNT:  # micro-batches are numbered by int32
             raise setting_error(
                 f"{self.steps:,} steps of {self.accum:,} batches are too many to number",
                 "use fewer `steps`, or less `accum`",
@@ -367,10 +367,10 @@ class TrainConfig:
                 f"weights would fade from {begin:g} to {end:g} of the steps",
                 "use `fade_from` of 0 or more, and a larger `fade_to` of at most 1",
             )
-        if self.decay * self.lr > LARGEST_DECAY:
+        if self.decay * self.lr > MAX_DECAY:
             raise setting_error(
                 f"`weight_decay` is {self.decay:g}, and `lr` is {self.lr:g}",
-                f"use numbers whose product is at most {LARGEST_DECAY}",
+                f"use numbers whose product is at most {MAX_DECAY}",
             )
         for name in DROPOUTS:
             if (rate := getattr(self, name)) >= 1:
@@ -708,9 +708,9 @@ def train_config(
 
 def default_sums(accum: int, processes: int = 1) -> str | None:
     """Return the default `reduce_dtype`, given micro-batches per step and processes."""
-    if processes == 1 and not MOST_IN_PLACE < accum <= MOST_PARTS["int12"]:
+    if processes == 1 and not MAX_UNSUMMED < accum <= MAX_ACCUM["int12"]:
         return None
-    return "int16" if accum <= MOST_FINELY_SUMMED else "int12"
+    return "int16" if accum <= MAX_INT16_SUMMED else "int12"
 
 
 def default_lr(model: ModelConfig, optimizer: str) -> float:

@@ -43,7 +43,7 @@ UNREAD = "chat_template", "chat_template_kwargs", "functions"
 UNREAD_OF_MESSAGES = "train", "train_on", "mask"
 """Fields of a message that select learnt tokens elsewhere, and are refused."""
 ROLES = "user", "assistant"
-MOST_DOCUMENTS = 64
+MAX_DOCUMENTS = 64
 """Maximum number of documents in a window, including the padding."""
 NOT_LEARNT = -1
 """Target without a loss."""
@@ -223,7 +223,7 @@ def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
         room: number of positions of a window.
 
     Returns:
-        Numbers of the documents of each window, at most `MOST_DOCUMENTS` - 1.
+        Numbers of the documents of each window, at most `MAX_DOCUMENTS` - 1.
     """
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # free positions and number of windows, the fullest first
@@ -234,7 +234,7 @@ def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
             bins.append([])
         bins[window].append(index)
         left -= sizes[index]
-        if left and len(bins[window]) < MOST_DOCUMENTS - 1:
+        if left and len(bins[window]) < MAX_DOCUMENTS - 1:
             insort(free, (left, window))
     return bins
 

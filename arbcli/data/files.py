@@ -40,7 +40,7 @@ OF_RUN = re.compile(
 )
 """Names of files and folders that a run writes. They are not read as text, so that a run in the
 folder of its texts can be resumed."""
-MOST_WEIGHT = 10**9
+MAX_WEIGHT = 10**9
 """Largest weight of a text in a mixture."""
 NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 """Folders left out of the standard library: installed packages and tests."""
@@ -226,10 +226,10 @@ def check_weights(entries: Sequence[str]) -> None:
     if all(weight is None for weight in weights):
         return
     for entry, weight in zip(entries, weights, strict=True):
-        if not weight or weight > MOST_WEIGHT:
+        if not weight or weight > MAX_WEIGHT:
             raise ArbError(
                 f"`{shown(entry)}` has no valid weight, and another text has one",
-                f"give all of them one above 0 and up to {MOST_WEIGHT:,}, as in"
+                f"give all of them one above 0 and up to {MAX_WEIGHT:,}, as in"
                 " `--data a.txt:0.7 --data b.txt:0.3`, or none",
             )
 

@@ -33,7 +33,7 @@ LATE = (
     "unicodedata",
 )  # fmt: skip
 """Modules that Jinja and Python import on first use, when no file can be opened any more."""
-LONGEST_REASON = 1000
+MAX_REASON = 1000
 """Maximum number of characters of a reason."""
 
 
@@ -99,7 +99,7 @@ def _answer(source: str, variables: dict[str, Any] | None, most: int) -> str:
     except MemoryError:
         reason = "it exceeds the memory of a chat template"
     except Exception as error:  # expressions of the template can raise any exception
-        reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+        reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
     return json.dumps(["error", reason])
 
 

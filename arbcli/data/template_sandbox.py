@@ -27,11 +27,11 @@ BYTES_PER_SECOND = 2**20
 """Bytes of a template and its messages for each of which it may take another second."""
 PATIENCE = 6
 """Limit of the time until an answer, as a multiple of that of the processor."""
-MOST_BYTES = 2**30
+MAX_BYTES = 2**30
 """Address space of the process."""
-MOST_CHARACTERS = 2**24
+MAX_CHARACTERS = 2**24
 """Maximum length of a template's output."""
-LONGEST_ANSWER = 2**28
+MAX_ANSWER_BYTES = 2**28
 """Maximum number of bytes of an answer."""
 PROGRAM = Path(__file__).with_name("template_program.py")
 
@@ -85,7 +85,7 @@ class _Sandbox:
         """Return the answer to a request: see `template_program`."""
         given = json.dumps([source, variables])
         seconds = SECONDS + len(given) / BYTES_PER_SECOND
-        request = f"[{given}, {seconds}, {MOST_BYTES}, {MOST_CHARACTERS}]\n".encode()
+        request = f"[{given}, {seconds}, {MAX_BYTES}, {MAX_CHARACTERS}]\n".encode()
         answer = b""
         with self._lock:
             self._process = self._process or _start()
@@ -121,7 +121,7 @@ def _exchange(process: Popen, request: bytes, seconds: float) -> bytes:
             poll.register(stdout, select.POLLIN)
             if not poll.poll(1000 * seconds):
                 return b""
-        return stdout.readline(LONGEST_ANSWER)
+        return stdout.readline(MAX_ANSWER_BYTES)
     finally:
         timer.cancel()
 

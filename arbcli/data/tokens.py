@@ -32,12 +32,12 @@ BLOCK_BYTES = 2**20
 """Maximum size of a block that is tokenised at once; blocks end with a line or word if possible."""
 BLOCKS = 8
 """Number of blocks that are tokenised in parallel."""
-MOST_OF_TWO_BYTES = 2**16
-LARGEST_FILE = 2**27
+UINT16_SYMBOLS = 2**16
+MAX_FILE_BYTES = 2**27
 """Maximum size of a tokenizer in bytes."""
-MOST_GROWTH = 16
+MAX_GROWTH = 16
 """Maximum growth of a text by a tokenizer's replacements; Llama 2 has 12."""
-LONGEST_CHARACTER = 64
+MAX_CHARACTER_BYTES = 64
 """Maximum size in bytes of a replacement that counts as normalisation of Unicode, which has 33."""
 ENDS = re.compile(rb"\n(?=\S)"), re.compile(rb"[A-Za-z](?= [A-Za-z])")
 """Where blocks end: after a line whose next one is not indented, or else after a word before a
@@ -102,7 +102,7 @@ class Tokenizer:
         Raises:
             ArbError: it cannot be read, or is not a tokenizer.
         """
-        return cls(read_small(Path(path), LARGEST_FILE), str(path))
+        return cls(read_small(Path(path), MAX_FILE_BYTES), str(path))
 
     @property
     def specials(self) -> dict[str, int]:
@@ -138,7 +138,7 @@ class Tokenizer:
     @property
     def dtype(self) -> np.dtype:
         """Dtype of tokens in a file: little-endian integers of two or four bytes."""
-        return np.dtype("<u2" if self.size <= MOST_OF_TWO_BYTES else "<u4")
+        return np.dtype("<u2" if self.size <= UINT16_SYMBOLS else "<u4")
 
     def encode(self, text: bytes) -> list[int]:
         """Encode a text; invalid UTF-8 is replaced by U+FFFD."""
@@ -176,10 +176,10 @@ class Tokenizer:
 def _check_growth(tokenizer: Any, name: str) -> None:
     """Refuse a tokenizer that replaces parts of a text by much longer ones."""
     for part in tokenizer.normalizer, tokenizer.post_processor, tokenizer.decoder:
-        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MOST_GROWTH:
+        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MAX_GROWTH:
             raise ArbError(
                 f"`{name}` may make a text {growth:,.0f} times as long, and the limit is"
-                f" {MOST_GROWTH}",
+                f" {MAX_GROWTH}",
                 "shorten its replacements",
             )
 
@@ -195,7 +195,7 @@ def _growth(part: dict[str, Any]) -> float:
             content = b64decode(table)  # size of the index, index, replacements
             size = int.from_bytes(content[:4], "little")
             longest = max(map(len, content[4 + size :].split(b"\0")))
-            return longest if longest > LONGEST_CHARACTER else 1.0
+            return longest if longest > MAX_CHARACTER_BYTES else 1.0
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return max(1.0, len(new.encode()) / max(1, len(old.encode())))
         case {"type": "Replace", "content": new} | {"type": "Prepend", "prepend": new}:

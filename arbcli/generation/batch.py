@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from arbcli.base.errors import ArbError
-from arbcli.generation.decoder import LONGEST_TEXT, MOST_TEXTS, OUT_OF_MEMORY, Decoder
+from arbcli.generation.decoder import MAX_LENGTH, MAX_TEXTS, OUT_OF_MEMORY, Decoder
 from arbcli.generation.generation import repetition_period
 from arbcli.generation.sampling import Sampling
-from arbcli.generation.tokens import bytes_of, ends_of, symbols_of
+from arbcli.generation.tokens import bytes_of, stop_symbols, symbols_of
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.model.language_model import LanguageModel
@@ -51,10 +51,10 @@ def check_length(length: int, size: int) -> None:
     Raises:
         ArbError: it is out of range.
     """
-    if length < 1 or size + length > LONGEST_TEXT:
+    if length < 1 or size + length > MAX_LENGTH:
         raise ArbError(
             f"`length` is {length:,} after a prompt of {size:,} bytes",
-            f"use at least 1, and at most {LONGEST_TEXT:,} with the prompt",
+            f"use at least 1, and at most {MAX_LENGTH:,} with the prompt",
         )
 
 
@@ -66,8 +66,8 @@ def check_batch(batch: int | None) -> int:
     """
     if batch is None:
         return DEFAULT_BATCH
-    if not 1 <= batch <= MOST_TEXTS:
-        raise ArbError(f"`--batch` is {batch}", f"use 1 to {MOST_TEXTS}")
+    if not 1 <= batch <= MAX_TEXTS:
+        raise ArbError(f"`--batch` is {batch}", f"use 1 to {MAX_TEXTS}")
     return batch
 
 
@@ -119,7 +119,7 @@ def _generate(
         except ArbError as error:  # such as a special token in the message of a chat
             raise ArbError(f"prompt {number}: {error}", error.hint) from error
     ends = [len(prompt) + request.length for prompt, request in zip(prompts, requests, strict=True)]
-    slots, shortest, stops = min(batch, len(requests)), min(map(len, prompts)), ends_of(model)
+    slots, shortest, stops = min(batch, len(requests)), min(map(len, prompts)), stop_symbols(model)
     weights = model.prepared_weights(spare_bytes(model.device))
     with explained_out_of_memory(OUT_OF_MEMORY), weights, use_backend(backend):
         with model.cached_as(kv):

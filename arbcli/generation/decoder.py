@@ -43,9 +43,9 @@ WARM_UP_STEPS = 3
 """Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
 FETCHED_STEPS = 16
 """Number of bytes that are fetched from a GPU at once."""
-MOST_TEXTS = 64
+MAX_TEXTS = 64
 """Maximum number of texts that kernels decode at once."""
-LONGEST_TEXT = 2**24
+MAX_LENGTH = 2**24
 """Maximum length of prompt and generated text; float32 has no exact integers beyond."""
 OUT_OF_MEMORY = "close what else uses the GPU, or use `--device cpu`"
 
@@ -70,7 +70,7 @@ class Decoder:
         model: the model. It is faster within `model.prepared_weights()`, whose captured steps must
             not be used outside.
         positions: maximum length of a text, including its prompt.
-        texts: number of slots, 1 to `MOST_TEXTS`.
+        texts: number of slots, 1 to `MAX_TEXTS`.
         backend: kernel backend; None is the default of the device.
         capture: whether to replay a step as CUDA graphs, or that of a single text on a CPU as a
             recorded list of loops, with the same bits; None does so if possible.
@@ -80,7 +80,7 @@ class Decoder:
         prompt: minimum length of the prompts; known long prompts take less memory.
 
     Raises:
-        ArbError: the model does not support `ahead`, texts are longer than `LONGEST_TEXT`, or there
+        ArbError: the model does not support `ahead`, texts are longer than `MAX_LENGTH`, or there
             is not enough memory for the cache.
         ValueError: `texts` is out of range.
     """
@@ -97,12 +97,12 @@ class Decoder:
         ahead: int = 1,
         prompt: int = 1,
     ) -> None:
-        if not 1 <= texts <= MOST_TEXTS:
-            raise ValueError(f"{texts} texts cannot be decoded at once, only 1 to {MOST_TEXTS}")
-        if positions > LONGEST_TEXT:
+        if not 1 <= texts <= MAX_TEXTS:
+            raise ValueError(f"{texts} texts cannot be decoded at once, only 1 to {MAX_TEXTS}")
+        if positions > MAX_LENGTH:
             raise ArbError(
                 f"prompt and generated text have {positions:,} bytes",
-                f"use a `--length` such that they have at most {LONGEST_TEXT:,}",
+                f"use a `--length` such that they have at most {MAX_LENGTH:,}",
             )
         device = self.device = model.device
         self.model, self.backend = model, backend or default_backend(device)
@@ -149,13 +149,13 @@ class Decoder:
         self.checks = self._new_checks(ahead)
         """Speculative decoding; None for single-byte steps."""
         self._check: Callable[[], None] = lambda: None
-        self.checks_made, self.checked_bytes = 0, 0
+        self.num_checks, self.checked_bytes = 0, 0
         """Number of speculative steps, and of the bytes that they generated."""
 
     @property
     def bytes_per_check(self) -> float | None:
         """Mean number of bytes per speculative step; None without one."""
-        return self.checked_bytes / self.checks_made if self.checks_made else None
+        return self.checked_bytes / self.num_checks if self.num_checks else None
 
     @property
     def nbytes(self) -> int:
@@ -209,7 +209,7 @@ class Decoder:
         if len(prompt) > room:
             raise ValueError(f"no room for {len(prompt)} bytes in a text of {room}")
         marked = self.model.config.symbols > VOCABULARY  # the text has the low bits of marks
-        ids = symbols_on(self.device, prompt, torch.int32 if marked else self._text.dtype)
+        ids = to_device(self.device, prompt, torch.int32 if marked else self._text.dtype)
         self._texts[slot][: len(ids)] = ids
         with use_backend(self.backend):
             read_symbols(self.model, ids[:-1], self._caches[slot], progress, on_logits)
@@ -253,7 +253,7 @@ class Decoder:
         self._check_begun(slot)
         self._active[slot] = 0
         length = self.lengths.pop(slot)
-        return copied_to_host(self._texts[slot][length - count : length])
+        return copy_to_host(self._texts[slot][length - count : length])
 
     def stream(self, length: int, ends: Collection[int] = ()) -> Iterator[Sequence[int]]:
         """Generate `length` symbols of the text in slot 0, and yield them in pieces.
@@ -284,7 +284,7 @@ class Decoder:
         end = self.lengths[0] + length
         while (begin := self.lengths[0]) < end:
             self.step(min(together, end - begin))
-            fetched.append(copied_to_host(self._texts[0][begin : self.lengths[0]]))
+            fetched.append(copy_to_host(self._texts[0][begin : self.lengths[0]]))
             if len(fetched) == 2:
                 yield fetched.popleft()()
         yield from (fetch() for fetch in fetched)
@@ -306,12 +306,12 @@ class Decoder:
             if more > 0 and len(pending) < 2:
                 self.check(more)
                 checked = self._texts[0][begin : begin + (launched + more) * size]
-                position = copied_to_host(self.cache.position[None])
-                pending.append(_Fetch(more, begin, position, copied_to_host(checked)))
+                position = copy_to_host(self.cache.position[None])
+                pending.append(_Fetch(more, begin, position, copy_to_host(checked)))
             elif pending:
                 group = pending.popleft()
                 self.lengths[0] = group.position()[0] + 1
-                self.checks_made += group.checks
+                self.num_checks += group.checks
                 self.checked_bytes += self.lengths[0] - begin
                 yield group.text()[begin - group.begin : self.lengths[0] - group.begin]
                 begin = self.lengths[0]
@@ -485,14 +485,14 @@ def text_dtype(vocabulary: int) -> torch.dtype:
     return torch.uint8 if vocabulary <= VOCABULARY else torch.int32
 
 
-def symbols_on(device: torch.device, symbols: Sequence[int], dtype: torch.dtype) -> Tensor:
+def to_device(device: torch.device, symbols: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Copy bytes (uint8) or tokens (int32) to a device: (N,)."""
     if dtype == torch.uint8:
         return torch.frombuffer(bytearray(symbols), dtype=dtype).to(device)
     return torch.tensor([*symbols], dtype=dtype, device="cpu").to(device)
 
 
-def copied_to_host(symbols: Tensor) -> Callable[[], Sequence[int]]:
+def copy_to_host(symbols: Tensor) -> Callable[[], Sequence[int]]:
     """Start copying symbols, (N,), to the host; return a function that waits for the copy.
 
     It returns `bytes` if the dtype is uint8, else a list.

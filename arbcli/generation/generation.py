@@ -10,13 +10,13 @@ import torch
 
 from arbcli.generation.decoder import OUT_OF_MEMORY, Decoder
 from arbcli.generation.sampling import Sampling
-from arbcli.generation.tokens import bytes_of, ends_of, symbols_of
+from arbcli.generation.tokens import bytes_of, stop_symbols, symbols_of
 from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.model.language_model import LanguageModel
 
-REPEATS, REPEATED_BYTES = 3, 64
+REPEATS, MIN_REPEATED_BYTES = 3, 64
 """Least periods and bytes at the end of a text that repeats."""
-LONGEST_PERIOD = 2**12
+MAX_PERIOD = 2**12
 """Longest period that is searched, in bytes."""
 
 
@@ -62,18 +62,18 @@ def generate(
             decoder = Decoder(model, size + length, backend=backend, ahead=ahead, prompt=size)
         decoder.begin(symbols, sampling, progress=on_prompt)
         on_read(decoder)
-        stops = ends_of(model) if ends is None else ends
+        stops = stop_symbols(model) if ends is None else ends
         yield from bytes_of(model, symbols, decoder.stream(length, stops))
 
 
 def repetition_period(text: bytes | bytearray) -> int | None:
     """Return the smallest period in bytes with which a text ends; None if it does not repeat.
 
-    A text repeats if at least `REPEATS` periods and `REPEATED_BYTES` bytes at its end do.
+    A text repeats if at least `REPEATS` periods and `MIN_REPEATED_BYTES` bytes at its end do.
     """
-    for period in range(1, min(len(text) // REPEATS, LONGEST_PERIOD) + 1):
-        end = text[-max(REPEATS * period, REPEATED_BYTES) :]
-        if len(end) >= REPEATED_BYTES and end[period:] == end[:-period]:
+    for period in range(1, min(len(text) // REPEATS, MAX_PERIOD) + 1):
+        end = text[-max(REPEATS * period, MIN_REPEATED_BYTES) :]
+        if len(end) >= MIN_REPEATED_BYTES and end[period:] == end[:-period]:
             return period
     return None
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from arbcli.base.errors import ArbError
-from arbcli.config.model import MOST, VOCABULARY
+from arbcli.config.model import MAX_SIZE, VOCABULARY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Sampling:
         t = self.temperature
         for option, value, fits, hint in (
             ("temperature", t, t == 0 or 1e-6 <= t <= 1e6, "0, or 1e-6 to 1e6"),
-            ("top-k", self.top_k, 1 <= self.top_k <= MOST, f"1 to {MOST:,}"),
+            ("top-k", self.top_k, 1 <= self.top_k <= MAX_SIZE, f"1 to {MAX_SIZE:,}"),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "a number above 0 and at most 1"),
             ("seed", self.seed, 0 <= self.seed < 2**31, f"0 to {2**31 - 1}"),
         ):

@@ -35,7 +35,7 @@ KINDS = ("trits", "scales", "remainder", "moment", "votes", "statistics", "count
 """Purposes of buffers, in the order of reports; a rule may declare more."""
 ADAMW_BYTES = 16
 """A weight, its gradient and two moments, float32 each."""
-LARGEST_COUNTER = 2**14
+MAX_COUNTER_BYTES = 2**14
 """An integer tensor that is not a buffer counts as state only if it takes more bytes than this."""
 
 
@@ -244,7 +244,7 @@ def measure(model: "LanguageModel", *others: object) -> MeasuredState:
         if not integer:
             floats[role] += tensor.numel()
             names.append(name)
-        elif role == "attribute" and tensor.nbytes <= LARGEST_COUNTER:
+        elif role == "attribute" and tensor.nbytes <= MAX_COUNTER_BYTES:
             counters += tensor.nbytes
             continue
         area, kind = declared.get(id(tensor), ("other", "other"))

@@ -12,7 +12,7 @@ from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG
 from arbcli.config.presets import config_from_dict
 from arbcli.inspect.runs import RunComparison
-from arbcli.inspect.verdicts import LEAST_SPREAD
+from arbcli.inspect.verdicts import MIN_SPREAD
 from arbcli.training.record import as_number, read_records
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 UNIFORM = math.log(256)
 INK, FAINT = "#333333", "#999999"
 BLUE, ORANGE, GREEN = "#1f6fb4", "#e07b00", "#2a9d4e"
-LONGEST_LABEL = 40
+MAX_LABEL = 40
 """Number of characters up to which a legend has the settings of a run instead of its name."""
 
 
@@ -78,7 +78,7 @@ def plot_runs(report: RunComparison, png: Path) -> None:
     figure, (held_out, training) = _figure(2)
     for number, group in enumerate(report.groups):
         shown = ", ".join(f"{name} {value}" for name, value in group.settings.items())
-        label = shown if shown and len(shown) <= LONGEST_LABEL else Path(group.runs[0]).name
+        label = shown if shown and len(shown) <= MAX_LABEL else Path(group.runs[0]).name
         for run in group.runs:
             records = read_records(Path(run))
             evaluated = [record for record in records if record.get("val_loss") is not None]
@@ -140,7 +140,7 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
 
     logits.plot(*_points(readings, "logit_spread"), "o-", color=BLUE, markersize=4)
     logits.set_ylim(bottom=0)
-    logits.axhline(LEAST_SPREAD, color=FAINT, linestyle=":", linewidth=1)
+    logits.axhline(MIN_SPREAD, color=FAINT, linestyle=":", linewidth=1)
     _label(logits, "spread of logits", "steps done", "standard deviation")
 
     for axes in more:

@@ -55,7 +55,7 @@ from arbcli.training.trainer import Trainer
 BINS = 16
 SAMPLE_BYTES = 400
 """Number of bytes of held-out text whose chunks are shown."""
-MOST_LOGITS = 2**28
+MAX_LOGITS = 2**28
 """Maximum number of logits to inspect if steps compute none; one window is always inspected."""
 ROUNDING = 1e-3
 """Movement of a logit, over the root-mean-square of all, that rounding alone may cause."""
@@ -160,7 +160,7 @@ def examine(
     ]
     windows = config.batch
     if trainer.model.scores_in_chunks:
-        windows = min(windows, max(1, MOST_LOGITS // (context * config.model.vocabulary)))
+        windows = min(windows, max(1, MAX_LOGITS // (context * config.model.vocabulary)))
     if config.model.is_masked:
         raise ArbError(
             "a probe reads bytes from left to right, and the model predicts hidden ones",

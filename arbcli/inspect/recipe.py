@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from arbcli.config.model import ModelConfig
-from arbcli.config.training import MOST_IN_PLACE, TrainConfig, default_sums
+from arbcli.config.training import MAX_UNSUMMED, TrainConfig, default_sums
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.ranks import share_out
 from arbcli.inspect.room import least_bytes
@@ -20,10 +20,10 @@ WINDOW = 2048
 """Default context of tuning an imported model, whose own context may be much longer."""
 STEP_TOKENS = 65_536
 """Tokens of a step on a GPU."""
-LEAST_STEP_TOKENS = 4096
+MIN_STEP_TOKENS = 4096
 """Tokens of a step on other devices, and of a short text."""
 STEPS_OF_TEXT = 100
-"""Least number of steps in which a text is read once, where `LEAST_STEP_TOKENS` allows it."""
+"""Least number of steps in which a text is read once, where `MIN_STEP_TOKENS` allows it."""
 EPOCHS = 3
 """Default number of passes over a text that is shorter than the default number of steps."""
 KEPT_TOKENS = 8192
@@ -31,7 +31,7 @@ KEPT_TOKENS = 8192
 on its passes over the gradients than on recomputing activations in a larger one."""
 TRACED = 2
 """Most micro-batches of a process that are traced; later ones allocate the same as the second."""
-MOST_SUMMED = 64
+MAX_SUMMED = 64
 """Most micro-batches whose sum has 16 bits by default, as the traced sum of `int16` has."""
 SEGMENT = 20 * 2**20
 """Bytes that the allocator may reserve for the inputs of micro-batches that are not traced."""
@@ -64,7 +64,7 @@ class Recipe:
         words = f"--ctx {self.ctx} --batch {self.batch} --accum {self.accum}"
         if self.recompute:
             words += " --recompute"
-        in_place = self.reduce_dtype is None and self.accum > MOST_IN_PLACE
+        in_place = self.reduce_dtype is None and self.accum > MAX_UNSUMMED
         return f"{words} --reduce-dtype none" if in_place else words
 
     @property
@@ -115,9 +115,9 @@ def choose_step(
         The settings; None if not even a window fits.
     """
     uses_gpu = config.device.startswith("cuda")
-    tokens = STEP_TOKENS if uses_gpu else LEAST_STEP_TOKENS
+    tokens = STEP_TOKENS if uses_gpu else MIN_STEP_TOKENS
     if text_tokens is not None:
-        while tokens > LEAST_STEP_TOKENS and tokens * STEPS_OF_TEXT > text_tokens:
+        while tokens > MIN_STEP_TOKENS and tokens * STEPS_OF_TEXT > text_tokens:
             tokens //= 2
     context = config.model.ctx
     windows = max(tokens // processes // context, 1)
@@ -151,7 +151,7 @@ def choose_step(
         if index < len(tried):
             batch, reduce_dtype = tried[index], config.reduce_dtype
             accum = batches[0] // batch * processes
-            may_sum = sums and reduce_dtype is None and MOST_IN_PLACE < accum <= MOST_SUMMED
+            may_sum = sums and reduce_dtype is None and MAX_UNSUMMED < accum <= MAX_SUMMED
             if may_sum and fits(batch, recompute, summed=True):
                 reduce_dtype = default_sums(accum)
             step = dataclasses.replace(config, batch=batch, accum=accum, recompute=recompute)

@@ -8,7 +8,7 @@ memory.
 
 import torch
 
-from arbcli.config.layer_spec import MOST_AT_ONCE, is_chunked
+from arbcli.config.layer_spec import MAX_CHUNK, is_chunked
 from arbcli.config.model import ModelConfig
 from arbcli.config.training import TrainConfig
 from arbcli.inspect.memory import predict_run
@@ -35,7 +35,7 @@ def least_bytes(config: TrainConfig) -> int:
 def _logits_width(model: ModelConfig) -> int:
     """Count the logits and gradients of logits of a position that are in memory at once."""
     if model.weights == "ternary" and is_chunked(model.vocabulary):
-        return model.vocabulary // -(-model.vocabulary // MOST_AT_ONCE)  # the same memory has both
+        return model.vocabulary // -(-model.vocabulary // MAX_CHUNK)  # the same memory has both
     return 2 * model.vocabulary
 
 

@@ -21,7 +21,7 @@ WEIGHTS = 1e11
 """Weights per second that a micro-batch decodes and adds gradients to, or that an update steps."""
 ORTHOGONAL = 5.0e13
 """Weights per second times the width of the stream, in Newton-Schulz iterations."""
-LEAST_SECONDS = 8e-5
+MIN_SECONDS = 8e-5
 """Seconds of a part of a small model in a micro-batch, whose kernels take their least time."""
 
 
@@ -96,7 +96,7 @@ def step_seconds(config: TrainConfig) -> float | None:
     if not find_rule(model.rule, model.digits).moment_range:
         orthogonal *= config.accum  # each gradient, not their average
     seconds = config.accum * tokens * seconds_per_token + (config.accum + 1) * weights / WEIGHTS
-    return max(seconds + orthogonal / ORTHOGONAL, config.accum * len(parts) * LEAST_SECONDS)
+    return max(seconds + orthogonal / ORTHOGONAL, config.accum * len(parts) * MIN_SECONDS)
 
 
 def _rounded(number: float) -> str:

@@ -22,7 +22,7 @@ MAX_SATURATED = 0.5
 is most of them, half of all steps are lost."""
 DEAD_BRANCH = 1e-3
 """A branch below this share of the stream is less than bfloat16 resolves; they start at 0.2."""
-LEAST_SPREAD = 0.25
+MIN_SPREAD = 0.25
 """Standard deviation of the logits of a prediction: 1 of a new model, 3 of a trained one. With 0.25
 the cross-entropy of a prediction is within about 0.03 nats of a uniform guess."""
 UNIFORM_MARGIN = 0.01
@@ -251,7 +251,7 @@ def _residual_growth(report: ProbeReport) -> Iterator[str]:
 
 def _logits_compressed(report: ProbeReport) -> Iterator[str]:
     first, last = report.readings[0], report.readings[-1]
-    if last.logit_spread is not None and last.logit_spread < LEAST_SPREAD:
+    if last.logit_spread is not None and last.logit_spread < MIN_SPREAD:
         before = "" if first.logit_spread is None else f", after {first.logit_spread:.2f} at first"
         largest = last.residual_most[-1]
         stream = "" if largest is None else f", and the largest stream of a byte is {largest:.3g}"

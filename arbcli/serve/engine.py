@@ -16,7 +16,7 @@ from torch import Tensor
 from arbcli.base.errors import ArbError
 from arbcli.base.output import printable
 from arbcli.generation.conversation import Conversation
-from arbcli.generation.decoder import MOST_TEXTS, OUT_OF_MEMORY, Decoder, copied_to_host
+from arbcli.generation.decoder import MAX_TEXTS, OUT_OF_MEMORY, Decoder, copy_to_host
 from arbcli.generation.tokens import symbols_of
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory, spare_bytes
@@ -27,13 +27,13 @@ GROUPED_STEPS = 4
 """Number of steps on a GPU whose symbols are delivered together."""
 TEXTS_ON_CPU = 4
 """Default number of slots on a CPU, where a step computes every slot, used or not."""
-LEAST_POSITIONS = 4096
+MIN_POSITIONS = 4096
 """Default maximum length of a text, if the context of the model is not longer."""
-MOST_LOGPROBS = 20
+MAX_LOGPROBS = 20
 """Maximum number of likeliest symbols that are reported at a position."""
 SCORED_ROWS = 256
 """Number of positions of a prompt whose log probabilities are computed at once."""
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Replacement of minus infinity, which JSON does not have."""
 
 
@@ -51,9 +51,9 @@ class Engine:
     Args:
         model: the model.
         checkpoint: path of its checkpoint, whose folder names the model.
-        texts: number of slots, 1 to `MOST_TEXTS`; None is that, or `TEXTS_ON_CPU` on a CPU.
+        texts: number of slots, 1 to `MAX_TEXTS`; None is that, or `TEXTS_ON_CPU` on a CPU.
         positions: maximum length of a text, including its prompt; None is the context of the
-            model, or `LEAST_POSITIONS` if that is more.
+            model, or `MIN_POSITIONS` if that is more.
         queue: maximum number of texts that wait for a slot.
         backend: kernel backend; None is the default of the device.
         kv: storage format of keys and values: see `LanguageModel.cached_as`.
@@ -72,8 +72,8 @@ class Engine:
     ) -> None:
         on_gpu = model.device.type == "cuda"
         self.model, self.name = model, printable(checkpoint.resolve().parent.name)
-        self.texts = texts or (MOST_TEXTS if on_gpu else TEXTS_ON_CPU)
-        self.positions = positions or max(model.config.ctx, LEAST_POSITIONS)
+        self.texts = texts or (MAX_TEXTS if on_gpu else TEXTS_ON_CPU)
+        self.positions = positions or max(model.config.ctx, MIN_POSITIONS)
         self.queue, self.kv = queue, kv
         self.backend = backend or default_backend(model.device)
         self.conversation: Conversation | ArbError
@@ -268,7 +268,7 @@ class Engine:
             output.unlaunched -= steps
             if not output.unlaunched:
                 self._leave(slot)
-        return copied_to_host(torch.stack(rows)), outputs
+        return copy_to_host(torch.stack(rows)), outputs
 
     def _deliver(self, fetch: Callable[[], Any], outputs: dict[int, Output]) -> None:
         rows = fetch()
@@ -302,8 +302,8 @@ def _scores(logits: Tensor, ids: Tensor) -> Tensor:
         (N, 2 + 2 k) float32: a symbol, its log probability, the k likeliest symbols, theirs.
         Symbols are below 2^24, so they are exact.
     """
-    logprobs = logits.float().log_softmax(-1).clamp(min=LEAST_LOGPROB)
-    likeliest = logprobs.topk(min(MOST_LOGPROBS, logprobs.shape[1]))
+    logprobs = logits.float().log_softmax(-1).clamp(min=MIN_LOGPROB)
+    likeliest = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[1]))
     columns = ids.float(), logprobs.gather(1, ids), likeliest.indices.float(), likeliest.values
     return torch.cat(columns, dim=1)
 

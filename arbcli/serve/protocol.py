@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 from arbcli.base.errors import ArbError
 from arbcli.base.output import printable
 from arbcli.base.reading import is_of, parse_json
-from arbcli.config.model import MOST
+from arbcli.config.model import MAX_SIZE
 from arbcli.generation.conversation import Conversation
 from arbcli.generation.sampling import Sampling
-from arbcli.generation.tokens import ends_of
-from arbcli.serve.engine import MOST_LOGPROBS, Engine
+from arbcli.generation.tokens import stop_symbols
+from arbcli.serve.engine import MAX_LOGPROBS, Engine
 from arbcli.serve.texts import Piece, Symbol, Text
 
 DEFAULT_LENGTH = 16
 """Default `max_tokens` of a completion."""
 MOST_STOPS, LONGEST_STOP = 16, 256
 """Maximum number of stop strings, and of bytes of each."""
-MOST_TEXTS = 128
+MAX_TEXTS = 128
 """Maximum number of texts of a request."""
-MOST_SCORES = 2**20
+MAX_SCORES = 2**20
 """Maximum number of log probabilities of an answer, whose JSON has about 25 bytes for each."""
 
 
@@ -75,8 +75,8 @@ NO_PENALTY = Field(float, "0, as there are no penalties", lambda value: value ==
 FLAG, OBJECT = Field(bool, "true or false"), Field(dict, "an object")
 FIELDS = {
     "model": Field(str, "the name of the model"),
-    "max_tokens": _bounded(0, MOST),
-    "n": _bounded(1, MOST_TEXTS),
+    "max_tokens": _bounded(0, MAX_SIZE),
+    "n": _bounded(1, MAX_TEXTS),
     "seed": Field(int, "an integer"),
     "stop": Field(str | list[str], f"up to {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters",
         _fits_stop),
@@ -85,7 +85,7 @@ FIELDS = {
     "temperature": Field(float, "0, or a number from 1e-6 to 2",
         lambda value: value == 0 or 1e-6 <= value <= 2),
     "top_p": Field(float, "a number above 0 and at most 1", lambda value: 0 < value <= 1),
-    "top_k": _bounded(1, MOST),
+    "top_k": _bounded(1, MAX_SIZE),
     "user": Field(str, "a string"),
     "presence_penalty": NO_PENALTY,
     "frequency_penalty": NO_PENALTY,
@@ -96,15 +96,15 @@ FIELDS = {
 COMPLETION_FIELDS = FIELDS | {
     "prompt": Field(str | list[str] | list[int] | list[list[int]], "a text or tokens, or several"),
     "echo": FLAG,
-    "logprobs": _bounded(0, MOST_LOGPROBS),
+    "logprobs": _bounded(0, MAX_LOGPROBS),
     "best_of": Field(int, "1, as all texts are returned", lambda value: value == 1),
     "suffix": Field(str, "empty, as texts are continued only", lambda value: not value),
 }
 CHAT_FIELDS = FIELDS | {
     "messages": Field(list[dict], "a list of messages", bool),
-    "max_completion_tokens": _bounded(0, MOST),
+    "max_completion_tokens": _bounded(0, MAX_SIZE),
     "logprobs": FLAG,
-    "top_logprobs": _bounded(0, MOST_LOGPROBS),
+    "top_logprobs": _bounded(0, MAX_LOGPROBS),
     "tools": Field(list[dict], "empty, as there are no tools", lambda value: not value),
     "response_format": Field(dict, 'text: {"type": "text"}', lambda value: value == TEXT_FORMAT),
 }
@@ -151,8 +151,8 @@ def parse_request(body: bytes, engine: Engine, *, chat: bool) -> Asked:
     except ArbError as error:
         raise RequestError(str(error), param="messages" if chat else "prompt") from error
     copies = fields.get("n", 1)
-    if copies * len(prompts) > MOST_TEXTS:
-        many = f"{copies * len(prompts)} texts are asked for, and a request may have {MOST_TEXTS}"
+    if copies * len(prompts) > MAX_TEXTS:
+        many = f"{copies * len(prompts)} texts are asked for, and a request may have {MAX_TEXTS}"
         raise RequestError(many, param="n")
     texts = [
         _text(fields, engine, *prompt, stream, chat=chat)
@@ -160,9 +160,9 @@ def parse_request(body: bytes, engine: Engine, *, chat: bool) -> Asked:
         for stream in range(copies)
     ]
     scores = sum(map(_count_scores, texts))
-    if scores > MOST_SCORES:
+    if scores > MAX_SCORES:
         raise RequestError(
-            f"the answer may have {scores:,} log probabilities, and at most {MOST_SCORES:,} are"
+            f"the answer may have {scores:,} log probabilities, and at most {MAX_SCORES:,} are"
             " returned: ask for fewer texts, or for shorter ones",
             param="logprobs",
         )
@@ -200,8 +200,8 @@ def _prompts(fields: dict[str, Any], engine: Engine) -> list[tuple[Sequence[int]
     if not prompt and prompt != "":
         raise RequestError("there is no `prompt`", param="prompt")
     prompts = [prompt] if isinstance(prompt, str) or is_of(prompt, list[int]) else prompt
-    if len(prompts) > MOST_TEXTS:
-        raise RequestError(f"there are more than {MOST_TEXTS} prompts", param="prompt")
+    if len(prompts) > MAX_TEXTS:
+        raise RequestError(f"there are more than {MAX_TEXTS} prompts", param="prompt")
     for text in prompts:
         if isinstance(text, str):
             _check_size(text, engine, "prompt")
@@ -290,13 +290,13 @@ def _text(
         length=length,
         sampling=Sampling(
             temperature=fields.get("temperature", 1.0),
-            top_k=fields.get("top_k", MOST),
+            top_k=fields.get("top_k", MAX_SIZE),
             top_p=fields.get("top_p", 1.0),
             seed=fields.get("seed", secrets.randbits(31)) % 2**31,
         ),
         stream=stream,
         stops=tuple(text.encode(errors="replace") for text in stops),
-        ends=frozenset(chatting.ends) if isinstance(chatting, Conversation) else ends_of(model),
+        ends=frozenset(chatting.ends) if isinstance(chatting, Conversation) else stop_symbols(model),
         logprobs=logprobs,
         echo=fields.get("echo", False),
         beginning=beginning,

@@ -24,7 +24,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 """Hosts in URLs of this machine."""
 HEAD_SECONDS = 20
 """Time within which the head of a request must arrive."""
-MOST_CONNECTIONS = 1024
+MAX_CONNECTIONS = 1024
 
 
 class _Protocol(H11Protocol):
@@ -81,7 +81,7 @@ def listener(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with os_errors("listen at", f"{host}:{port}", "choose another `--host` or `--port`"):
-        return socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
+        return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
 
 
 def serve(app: ASGIApp, engine: Engine | None, sock: socket.socket, seconds: float) -> None:
@@ -103,7 +103,7 @@ def serve(app: ASGIApp, engine: Engine | None, sock: socket.socket, seconds: flo
         lifespan="off",
         log_config=None,
         log_level="error",
-        limit_concurrency=MOST_CONNECTIONS,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=HEAD_SECONDS,
         timeout_graceful_shutdown=math.ceil(seconds),
     )

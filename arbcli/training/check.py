@@ -12,12 +12,12 @@ from arbcli.base.run_files import CONFIG, best_checkpoints, checkpoints, directo
 from arbcli.config.training import TrainConfig
 from arbcli.model.checkpoint import Accept, Checkpoint, DamagedError, load_checkpoint, path_of
 from arbcli.training import resume
-from arbcli.training.directory import open_texts_again, read_facts, run_config
+from arbcli.training.directory import read_facts, reopen_texts, run_config
 from arbcli.training.recent import FIELD
-from arbcli.training.record import METRICS, held_out_losses, read_all_records, stays
-from arbcli.training.saving import surplus
+from arbcli.training.record import METRICS, held_out_losses, is_kept, read_all_records
+from arbcli.training.saving import surplus_checkpoints
 from arbcli.training.schedule import Patience, is_evaluated
-from arbcli.training.teacher import teacher_again
+from arbcli.training.teacher import reload_teacher
 from arbcli.training.trainer import check_shares, text_digest
 
 
@@ -46,7 +46,7 @@ class CheckReport:
     steps_before: int | None
     """Present total number of steps, if `--steps` would change it."""
     drops_records: int
-    """Number of records that are replaced: those of later steps, and an extra one of a stop."""
+    """Number of records that are replaced: records of later steps, and the extra one of a stop."""
     evaluates_first: bool
     """Whether a resume begins with an evaluation, as the record of its step is missing."""
     has_ended: bool
@@ -87,8 +87,8 @@ def check_run(
     try:
         facts = read_facts(run)
         config = dataclasses.replace(run_config(run, facts), **changes)
-        began = f"{counted(config.steps, 'step')}, begun {facts['started'][:19]}"
-        findings.append(Finding(name=CONFIG, state="ok", detail=began))
+        detail = f"{counted(config.steps, 'step')}, begun {facts['started'][:19]}"
+        findings.append(Finding(name=CONFIG, state="ok", detail=detail))
     except ArbError as error:
         findings.append(Finding(name=CONFIG, state="refused", detail=str(error)))
     if config is not None:
@@ -98,11 +98,11 @@ def check_run(
     stops = next((finding.detail for finding in findings if finding.state != "ok"), None)
     records, bad = read_all_records(run)
     findings.append(_check_records(len(records), bad))
-    accepted = resume.accept_of(run, facts, config) if config else lambda _: None
+    check_checkpoint = resume.checkpoint_check(run, facts, config) if config else lambda _: None
     recent_steps: set[int] = set()
 
     def accept(checkpoint: Checkpoint) -> None:
-        accepted(checkpoint)
+        check_checkpoint(checkpoint)
         if FIELD in checkpoint.data:
             recent_steps.add(checkpoint.step)
 
@@ -116,8 +116,8 @@ def check_run(
     resumes_at = None
     if stops is None:
         resumes_at, stops = _start(verified, path if path != run else None)
-        if not verified and resume.can_begin_again(run):
-            resumes_at, stops = 0, _refusal(resume.initial_again, facts)
+        if not verified and resume.can_restart(run):
+            resumes_at, stops = 0, _refusal(resume.reload_initial, facts)
     total = config.steps if config else None
     extends = config is not None and steps not in (None, total)
     if config is not None and stops is None:
@@ -131,20 +131,20 @@ def check_run(
     sets_aside: list[str] = []
     dropped, evaluates, ended = 0, False, False
     if config is not None and resumes_at is not None:
-        then = dataclasses.replace(config, steps=steps or config.steps)
+        resumed = dataclasses.replace(config, steps=steps or config.steps)
         has_recent = resumes_at in recent_steps
-        kept_records = [record for record in records if stays(record, resumes_at, then, has_recent)]
+        kept_records = [r for r in records if is_kept(r, resumes_at, resumed, has_recent)]
         dropped = len(records) - len(kept_records)
         losses = held_out_losses(kept_records)
         ended = Patience(config.patience, losses).is_exhausted
         recorded = any(record["step"] == resumes_at for record in kept_records)
-        evaluates = is_evaluated(then, resumes_at) and not recorded
+        evaluates = is_evaluated(resumed, resumes_at) and not recorded
         sets_aside = [file.name for file in verified if step_of(file) > resumes_at]
-        left = {file.name for file in surplus(run, config, resumes_at, kept_records)}
-        if resumes_at < then.steps:  # else nothing is saved
+        removed = {file.name for file in surplus_checkpoints(run, config, resumes_at, kept_records)}
+        if resumes_at < resumed.steps:  # else nothing is saved
             older = [file.name for file in verified if step_of(file) <= resumes_at]
-            left |= {*older[config.keep - 1 :]}
-        removes += sorted(left, reverse=True)
+            removed |= {*older[config.keep - 1 :]}
+        removes += sorted(removed, reverse=True)
         if ended and extends:
             resumes_at, stops = None, _refusal(resume.check_patience, run, config, losses)
     return CheckReport(
@@ -165,7 +165,7 @@ def check_run(
 
 def _check_text(facts: dict[str, Any], config: TrainConfig) -> Finding:
     try:
-        texts = open_texts_again(facts, config)
+        texts = reopen_texts(facts, config)
         digest = text_digest(texts)
     except ArbError as error:
         return Finding(name="text", state="refused", detail=str(error))
@@ -176,7 +176,7 @@ def _check_text(facts: dict[str, Any], config: TrainConfig) -> Finding:
 
 
 def _check_teacher(facts: dict[str, Any], config: TrainConfig) -> Finding:
-    if stops := _refusal(teacher_again, facts, config):
+    if stops := _refusal(reload_teacher, facts, config):
         return Finding(name="teacher", state="refused", detail=stops)
     return Finding(name="teacher", state="ok", detail=f"{config.teacher}")
 
@@ -222,13 +222,13 @@ def _refusal(check: Callable[..., object], *arguments: Any) -> str | None:
     return None
 
 
-def _start(verified: dict[Path, Finding], named: Path | None) -> tuple[int | None, str | None]:
+def _start(verified: dict[Path, Finding], requested: Path | None) -> tuple[int | None, str | None]:
     """Return the step of the checkpoint that a resume loads, or the reason why it fails."""
     for path, finding in verified.items():
-        if named is not None and path.name != named.name:
+        if requested is not None and path.name != requested.name:
             continue
         if finding.state == "ok":
             return step_of(path), None
-        if finding.state == "refused" or named is not None:
+        if finding.state == "refused" or requested is not None:
             return None, finding.detail
     return None, "there is no checkpoint that can be used"

@@ -8,13 +8,13 @@ import torch
 
 from arbcli.model.language_model import LanguageModel
 
-WHOLE_LAYERS = 8
+FUSED_BLOCKS = 8
 """Maximum number of blocks for the compilation of the complete model.
 
 Larger models, and those that recompute blocks, are compiled block by block, once for equal blocks.
 Compiling many blocks together takes minutes, and only fuses one more addition per block.
 """
-COMPILATIONS = 64
+COMPILE_LIMIT = 64
 """Limit of recompilations of a block; torch's default is eight."""
 
 
@@ -34,11 +34,11 @@ def compile_baseline(model: LanguageModel, backend: str = "inductor") -> None:
     config = model.config
     between = config.beside or config.main.memories or config.main.router
     between = between or any(stage.streams > 1 for stage in config.stages)
-    if len(blocks) <= WHOLE_LAYERS and not (model.stages or between or model.recompute):
+    if len(blocks) <= FUSED_BLOCKS and not (model.stages or between or model.recompute):
         model.losses = compiled(model.losses)  # type: ignore[method-assign]
         return
     # one compilation for each kind and width of blocks, and another one for evaluations
-    torch._dynamo.config.recompile_limit = max(COMPILATIONS, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = max(COMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     for part in (model.embedding, *blocks):
         part.compile(backend=backend, dynamic=False, fullgraph=True)
     model._text_loss = compiled(model._text_loss)  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from arbcli.generation.tokens import check_vocabulary
 from arbcli.training.trainer import text_digest
 from arbcli.version import __version__
 
-OTHER_OUT = "choose another `--out`"
+CHOOSE_OUT = "choose another `--out`"
 """Hint about a directory that cannot be made."""
 
 
@@ -44,12 +44,12 @@ def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
     words += [optimizer, optimizer and f"lr{config.lr:g}", f"seed{config.seed}"]
     kind = "-".join(filter(None, words))
     while True:
-        with os_errors("make", root, OTHER_OUT):
+        with os_errors("make", root, CHOOSE_OUT):
             names = os.listdir(root) if root.exists() else []
         numbers = (re.match("[0-9]+(?=-)", name) for name in names)
         number = max((int(match[0]) for match in numbers if match), default=0) + 1
         run = root / f"{number:03d}-{model.dim}x{model.layers}-{kind}"
-        with os_errors("make", run, OTHER_OUT), suppress(FileExistsError):  # of another process
+        with os_errors("make", run, CHOOSE_OUT), suppress(FileExistsError):  # of another process
             root.mkdir(parents=True, exist_ok=True)
             run.mkdir()
             return run
@@ -70,11 +70,11 @@ def make_directory(run: Path) -> Path:
     Raises:
         ArbError: it cannot be created.
     """
-    with os_errors("make", run, OTHER_OUT):
+    with os_errors("make", run, CHOOSE_OUT):
         try:
             run.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise ArbError(f"`{run}` is a file", OTHER_OUT) from None
+            raise ArbError(f"`{run}` is a file", CHOOSE_OUT) from None
     return run
 
 
@@ -117,45 +117,45 @@ def read_facts(run: Path) -> dict[str, Any]:
     return facts
 
 
-def field_digests(config: TrainConfig, written: dict[str, Any] | None = None) -> dict[str, str]:
+def field_digests(config: TrainConfig, saved_model: dict[str, Any] | None = None) -> dict[str, str]:
     """Hash each setting that a checkpoint depends on, so that errors can name changed ones.
 
     Args:
         config: configuration of a run.
-        written: the model in its `config.json`, which may lack fields of parts that are newer than
+        saved_model: the model in its `config.json`, which may lack fields that are newer than
             the run; these are not hashed. None is a new run.
     """
     model, values = asdict(config.model), config.decisive()
-    earlier = written or {}
+    earlier = saved_model or {}
     values |= {
         f"model.{name}": _drop_newer(value, earlier.get(name)) for name, value in model.items()
     }
     return {name: sha256(json.dumps(value).encode()).hexdigest() for name, value in values.items()}
 
 
-def _drop_newer(value: Any, written: Any) -> Any:
+def _drop_newer(value: Any, saved_model: Any) -> Any:
     """Leave out fields in nested values that the same value in a file does not have."""
-    if isinstance(value, dict) and isinstance(written, dict):
+    if isinstance(value, dict) and isinstance(saved_model, dict):
         return {
-            name: _drop_newer(entry, written[name])
+            name: _drop_newer(entry, saved_model[name])
             for name, entry in value.items()
-            if name in written
+            if name in saved_model
         }
-    both_lists = isinstance(value, list | tuple) and isinstance(written, list)
-    if both_lists and len(value) == len(written):
-        return [*map(_drop_newer, value, written)]
+    both_lists = isinstance(value, list | tuple) and isinstance(saved_model, list)
+    if both_lists and len(value) == len(saved_model):
+        return [*map(_drop_newer, value, saved_model)]
     return value
 
 
-def open_texts_again(
-    facts: dict[str, Any], config: TrainConfig, otherwise: str | None = None
+def reopen_texts(
+    facts: dict[str, Any], config: TrainConfig, alternative: str | None = None
 ) -> Texts:
     """Open the texts of a run at their absolute paths, or else relative to the current folder.
 
     Args:
         facts: contents of `config.json`.
         config: the configuration in `facts`.
-        otherwise: alternative to restoring the text, for the hint; None keeps that of the error.
+        alternative: alternative to restoring the text, for the hint; None keeps that of the error.
 
     Raises:
         ArbError: they are at neither place, or not suitable; the error is that of the first place.
@@ -167,8 +167,8 @@ def open_texts_again(
     except ArbError as error:
         with suppress(ArbError):
             return open_run_texts(config, split=split)
-        if otherwise and isinstance(error, TextError):
-            error.hint = f"put the text back at its path, or {otherwise}"
+        if alternative and isinstance(error, TextError):
+            error.hint = f"put the text back at its path, or {alternative}"
         raise error
 
 
@@ -229,7 +229,7 @@ def run_config(run: Path, facts: dict[str, Any]) -> TrainConfig:
 def run_conversion(
     path: Path, field: str | None = None, data_format: str | None = None
 ) -> Conversion:
-    """Return how the run of a checkpoint converts text files; plain without `config.json`.
+    """Return the conversion of text files in a checkpoint's run; plain without `config.json`.
 
     Args:
         path: path of a run or checkpoint.
@@ -258,27 +258,27 @@ def held_out_text(run: Path) -> tuple[Text, str]:
     if not (run / CONFIG).exists():
         raise ArbError(f"`{run}` has no held-out text", "name a text with `--data`")
     facts = read_facts(run)
-    otherwise = "name another with `--data`"
-    texts = open_texts_again(facts, run_config(run, facts), otherwise)
-    check_same_text(run, facts, text_digest(texts), otherwise)
+    alternative = "name another with `--data`"
+    texts = reopen_texts(facts, run_config(run, facts), alternative)
+    check_same_text(run, facts, text_digest(texts), alternative)
     return texts.val, f"held out of {texts.description}"
 
 
-def check_same_text(run: Path, facts: dict[str, Any], digest: str, otherwise: str) -> None:
+def check_same_text(run: Path, facts: dict[str, Any], digest: str, alternative: str) -> None:
     """Check that the text of a run has not changed.
 
     Args:
         run: directory of the run.
         facts: contents of `config.json`.
         digest: digest of the present text.
-        otherwise: alternative to restoring the text, for the hint.
+        alternative: alternative to restoring the text, for the hint.
 
     Raises:
         ArbError: the digests differ.
     """
     if facts["text"]["digest"] != digest:
         raise ArbError(
-            f"the text is not the one that `{run}` was trained on", f"restore it, or {otherwise}"
+            f"the text is not the one that `{run}` was trained on", f"restore it, or {alternative}"
         )
 
 

@@ -23,7 +23,7 @@ MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of X, X X.T X and X X.T X X.T X in a step of Muon's iteration."""
 NEWTON_SCHULZ_STEPS = 5
-LEAST_NORM = 1e-7
+MIN_NORM = 1e-7
 
 
 class FloatOptimizer:
@@ -47,8 +47,8 @@ class FloatOptimizer:
         compiled: bool = False,
     ) -> None:
         blocks = list(model.blocks.parameters())
-        inside = {id(parameter) for parameter in blocks}
-        others = [p for p in model.parameters() if id(p) not in inside]
+        block_ids = {id(parameter) for parameter in blocks}
+        others = [p for p in model.parameters() if id(p) not in block_ids]
         self._parameters = blocks + others
         named = model.named_parameters()
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in named}
@@ -62,15 +62,15 @@ class FloatOptimizer:
         if name == "muon":
             self._muon = Muon(blocks, self._lr, weight_decay, compiled=compiled)
             blocks, decay = [], 0.0
-        rest = blocks + others
+        params = blocks + others
         # no weight decay for vectors with given initial values, such as gains and biases
         vectors = [
             part for part in model.modules() if isinstance(part, FloatNumbers) and part.values
         ]
         no_decay = {id(part.latent) for part in vectors}
-        groups: list[dict[str, Any]] = [{"params": [p for p in rest if id(p) not in no_decay]}]
+        groups: list[dict[str, Any]] = [{"params": [p for p in params if id(p) not in no_decay]}]
         if no_decay:
-            groups.append({"params": [p for p in rest if id(p) in no_decay], "weight_decay": 0.0})
+            groups.append({"params": [p for p in params if id(p) in no_decay], "weight_decay": 0.0})
         self._adamw = torch.optim.AdamW(
             groups,
             lr=self._lr,
@@ -137,7 +137,7 @@ class FloatOptimizer:
         states: dict[str, dict[Tensor, Tensor]] = {
             first: {p: state["exp_avg"] for p, state in self._adamw.state.items()},
             second: {p: state["exp_avg_sq"] for p, state in self._adamw.state.items()},
-            momentum: self._muon.momentum_of() if self._muon else {},
+            momentum: self._muon.momentum_by_parameter() if self._muon else {},
             average: self._averages,
         }
         return {
@@ -189,7 +189,7 @@ class Muon:
         self._lr, self._weight_decay = lr, weight_decay
         self._step = torch.compile(step_batch, dynamic=False) if compiled else step_batch
 
-    def momentum_of(self) -> dict[Tensor, Tensor]:
+    def momentum_by_parameter(self) -> dict[Tensor, Tensor]:
         """Return the momentum of each matrix, a view of its shape."""
         batches = zip(self._batches, self.momenta, strict=True)
         return {
@@ -236,7 +236,7 @@ def orthogonalise(update: Tensor) -> Tensor:
     linear, cubic, quintic = NEWTON_SCHULZ
     tall = update.shape[1] > update.shape[2]
     x = update.bfloat16().mT if tall else update.bfloat16()
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=LEAST_NORM)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=MIN_NORM)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(

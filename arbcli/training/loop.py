@@ -99,7 +99,7 @@ class Loop:
                 if trainer.step < config.steps:  # the last evaluation is recorded
                     val_loss = self.patience.last
                     self._records.release({})  # no further step measures its traffic
-                    self._note_patience()
+                    self._note_early_stop()
                 else:
                     val_loss = self._evaluate()
                     self._record(val_loss)
@@ -133,15 +133,15 @@ class Loop:
             return True
         return self._is_stopped(signal)
 
-    def _note_patience(self) -> None:
+    def _note_early_stop(self) -> None:
         """Say why the run ends before its last step."""
         run, patience = self.saver.run, self.patience
         kept = [] if run is None else best_checkpoints(run)  # none from before `--patience`
-        how = f"is kept as {quoted(kept)}" if kept else "was the lowest"
+        kept_as = f", kept as {quoted(kept)}" if kept else ""
         self.observer.noted(
             f"stopped after step {self.trainer.step:,}: the held-out loss has not fallen in"
-            f" {patience.waited:,} evaluations; that of step {patience.best_step or 0:,},"
-            f" {patience.best:.4f} nats a byte, {how}"
+            f" {patience.waited:,} evaluations; the lowest was {patience.best:.4f} nats a byte at"
+            f" step {patience.best_step or 0:,}{kept_as}"
         )
 
     def _is_stopped(self, signal: RememberedSignal) -> bool:
@@ -171,7 +171,7 @@ class Loop:
         except Exception:
             with suppress(Exception):  # report the original error
                 single = self.group.size == 1  # other processes may be at another step, or lost
-                if single and self.trainer.is_idle and not self.saver.is_saved:
+                if single and self.trainer.is_consistent and not self.saver.is_saved:
                     self._save()
                     step = self.trainer.step
                     self.observer.noted(f"step {step} is saved: continue with `--resume`")
@@ -198,8 +198,8 @@ class Loop:
         self.recorder.step_done(loss)
         self.observer.stepped(self.trainer.step)
         if self.trace:
-            turns = self.trainer.step in self.trace.turns
-            with self.recorder.not_timed() if turns else nullcontext():
+            is_slow = self.trainer.step in self.trace.slow_steps
+            with self.recorder.not_timed() if is_slow else nullcontext():
                 self.trace.step_done()
         return loss
 
@@ -216,10 +216,10 @@ class Loop:
         if not is_recorded(self.config, step):
             return
         shown = self.group.first and every is not None and step % every == 0
-        self._record(self._evaluate(), self._sample_on_the_way() if shown else None)
+        self._record(self._evaluate(), self._try_sample() if shown else None)
         self._keep_best()
 
-    def _sample_on_the_way(self) -> str | None:
+    def _try_sample(self) -> str | None:
         """Generate a sample, if it is text; running out of memory does not end the run."""
         try:
             return self._sample() or None
@@ -248,7 +248,7 @@ class Loop:
         """
         if not self.saver.is_saved:
             if self.trainer.optimizer and not self.trainer.optimizer.is_finite:
-                raise self._diverged("weights are not finite")
+                raise self._divergence("weights are not finite")
             with self.recorder.not_timed():
                 self.saver.save(self.recorder.recent_as_json())
 
@@ -267,14 +267,14 @@ class Loop:
         record = self.recorder.record(val_loss, sample)
         self.observer.recorded(record)
         if record.nonfinite_steps >= MAX_NONFINITE_STEPS:
-            raise self._diverged(
+            raise self._divergence(
                 f"{record.nonfinite_steps} steps had gradients that are not finite; the last was"
                 f" before step {record.step}"
             )
         if not math.isfinite(record.loss) and self.trainer.updater is None:
-            raise self._diverged(f"the loss is {record.loss}")
+            raise self._divergence(f"the loss is {record.loss}")
 
-    def _diverged(self, why: str) -> _Diverged:
+    def _divergence(self, why: str) -> _Diverged:
         run = self.saver.run
         intact = "" if run is None else f"the checkpoints in `{run}` are intact; "
         return _Diverged(why, hint=f"{intact}try a smaller `--lr`")

@@ -7,7 +7,7 @@ from arbcli.base.errors import ArbError
 from arbcli.kernels.runtime.device import EAGER_STEPS
 from arbcli.training.trainer import Trainer
 
-MOST_MINUTES = 60 * 24 * 366
+MAX_MINUTES = 60 * 24 * 366
 TIMED_STEPS = 20
 """Maximum number of steps that are timed, and discarded."""
 TIMED_SHARE = 0.1
@@ -17,17 +17,17 @@ TIMED_BATCHES = 4
 
 
 def check_minutes(minutes: float | None) -> None:
-    """Check that minutes are a time.
+    """Check a duration in minutes; None is valid.
 
     Raises:
-        ArbError: they are out of range.
+        ArbError: it is not positive, or exceeds `MAX_MINUTES`.
     """
-    if minutes is not None and not 0 < minutes <= MOST_MINUTES:
-        raise ArbError(f"`--minutes` is {minutes}", f"use a number up to {MOST_MINUTES:,}")
+    if minutes is not None and not 0 < minutes <= MAX_MINUTES:
+        raise ArbError(f"`--minutes` is {minutes}", f"use a number up to {MAX_MINUTES:,}")
 
 
-def steps_in(minutes: float, trainer: Trainer, started: float) -> int:
-    """Return the number of steps that fit; collective, and the same in all processes.
+def steps_that_fit(minutes: float, trainer: Trainer, started: float) -> int:
+    """Return the number of steps that fit into `minutes`; collective, the same in all processes.
 
     The time for the timed steps and for evaluations is subtracted.
 
@@ -40,26 +40,26 @@ def steps_in(minutes: float, trainer: Trainer, started: float) -> int:
     for _ in range(EAGER_STEPS + 1 if trainer.captures else 1):
         loss = trainer.train_step()
     float(loss)  # synchronises with the GPU
-    begun, done = time.perf_counter(), 0
+    timing_start, num_timed = time.perf_counter(), 0
 
     def is_enough() -> bool:
-        return done > 0 and time.perf_counter() - started >= TIMED_SHARE * seconds
+        return num_timed > 0 and time.perf_counter() - started >= TIMED_SHARE * seconds
 
-    while done < TIMED_STEPS and not any(trainer.group.agree(is_enough())):
+    while num_timed < TIMED_STEPS and not any(trainer.group.agree(is_enough())):
         loss = trainer.train_step()
-        done += 1
+        num_timed += 1
     float(loss)
-    ended = time.perf_counter()
+    timing_end = time.perf_counter()
     if config.eval_interval:
         trainer.evaluate(TIMED_BATCHES)
     trainer.release_graph()
     now = time.perf_counter()
-    step_seconds = (ended - begun) / done
-    evaluation_seconds = (now - ended) * trainer.num_evaluation_batches / TIMED_BATCHES
-    left = seconds - (now - started)
-    steps = max(1, int(left / step_seconds))
+    step_seconds = (timing_end - timing_start) / num_timed
+    evaluation_seconds = (now - timing_end) * trainer.num_evaluation_batches / TIMED_BATCHES
+    training_seconds = seconds - (now - started)
+    steps = max(1, int(training_seconds / step_seconds))
     for _ in range(3):  # the number of evaluations depends on the number of steps
         interval = dataclasses.replace(config, steps=steps).eval_interval
         evaluations = -(-steps // interval) if interval else 0
-        steps = max(1, int((left - evaluations * evaluation_seconds) / step_seconds))
+        steps = max(1, int((training_seconds - evaluations * evaluation_seconds) / step_seconds))
     return trainer.group.broadcast_object(steps)

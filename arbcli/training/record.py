@@ -152,10 +152,10 @@ SCHEMA: dict[str, Any] = {
 """JSON schema of a record; earlier versions lack fields, and None stands for NaN or infinity."""
 
 
-LONGEST_LINE = 2**20
+MAX_LINE = 2**20
 """Maximum size of a record in bytes."""
-MOST_BYTES = 2**30
-"""Maximum size of a run's file of records, which has more than a million."""
+MAX_BYTES = 2**30
+"""Maximum size of a run's file of records, enough for more than a million."""
 
 
 _TESTS = {name: test_of(kind) for name, kind in SCHEMA.items()}
@@ -167,18 +167,18 @@ def _lines(run: Path, offset: int = 0) -> Iterator[tuple[bytes, dict[str, Any] |
     if not os.path.lexists(path):
         return
     with open_regular(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
             raise ArbError(
-                f"`{path}` has {size:,} bytes, and records have at most {MOST_BYTES:,}",
+                f"`{path}` has {size:,} bytes, and records have at most {MAX_BYTES:,}",
                 "restore it from a backup, or move it out of the run",
             )
         file.seek(offset)
-        while line := file.readline(LONGEST_LINE):
+        while line := file.readline(MAX_LINE):
             yield line, _parsed(line)
 
 
 def complete_lines(run: Path, offset: int) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield the lines of a run's file of records but for one that is being written.
+    """Yield the lines of a run's file of records, except a last one that is still being written.
 
     Args:
         run: directory of the run.
@@ -191,7 +191,7 @@ def complete_lines(run: Path, offset: int) -> Iterator[tuple[bytes, dict[str, An
         ArbError: the file cannot be read.
     """
     for line, record in _lines(run, offset):
-        if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+        if not line.endswith(b"\n") and len(line) < MAX_LINE:
             break
         yield line, record
 
@@ -238,7 +238,7 @@ def keep_records(run: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def _kept_lines(run: Path, keep: Callable[[dict[str, Any]], bool]) -> list[bytes]:
-    """Return the valid lines for whose records `keep` is true, each with its newline."""
+    """Return the valid lines whose record satisfies `keep`, each with its newline."""
     return [
         line.rstrip(b"\r\n") + b"\n"
         for line, record in _lines(run)
@@ -328,14 +328,14 @@ class RunRecords:
             records = [] if self._run is None else read_records(self._run)
         return [*records, *([self._held.as_json()] if self._held else [])]
 
-    def join(self) -> None:
-        """Write the new branch, whose checkpoint is saved, before the later records of the old."""
+    def merge_branches(self) -> None:
+        """Write the records of the new branch, followed by later records of the old branch."""
         if self._run is not None and self._branch is not None:
             last = max((record["step"] for record in self.read()), default=0)
             self._write(self._branch + _kept_lines(self._run, lambda old: old["step"] > last))
 
-    def settle(self) -> None:
-        """Drop the records of the old branch, whose checkpoints are set aside."""
+    def drop_old_branch(self) -> None:
+        """Drop the records of the old branch, once its checkpoints are set aside."""
         if self._run is not None and self._branch is not None:
             self._write(self._branch)
             self._branch = None
@@ -345,7 +345,7 @@ class RunRecords:
         write_file(self._run / METRICS, lambda file: file.writelines(lines))
 
 
-def stays(record: dict[str, Any], step: int, config: TrainConfig, has_recent: bool) -> bool:
+def is_kept(record: dict[str, Any], step: int, config: TrainConfig, has_recent: bool) -> bool:
     """Return whether a record is kept when the run resumes from the checkpoint of a step.
 
     Later records are written again, and so is that of the step if its evaluation is missing. An

@@ -1,4 +1,4 @@
-"""Makes the records of a run: means, times and memory of the steps since the last one."""
+"""The recorder of a run: means, times and memory of the steps since the last record."""
 
 import math
 import time

@@ -44,8 +44,8 @@ from arbcli.training.record import (
     TrainReport,
     best_step,
     held_out_losses,
+    is_kept,
     read_records,
-    stays,
 )
 from arbcli.training.recorder import Resumed
 from arbcli.training.run import (
@@ -62,12 +62,12 @@ from arbcli.training.trainer import check_shares, text_digest
 if TYPE_CHECKING:
     from arbcli.generation.load import SavedModel
 
-DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "reduce_dtype": "wire",
+DATA_KEYS = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "reduce_dtype": "wire",
         "weight_average": "average"}  # fmt: skip
 """Facts about the run in each checkpoint, by their keys in its `data`."""
-MOST_NAMED = 3
+MAX_LISTED = 3
 """Maximum number of fields that an error lists."""
-THREADS_OF_A_CPU = 4
+MAX_THREADS_PER_CPU = 4
 """Maximum threads per processor with which a run is resumed; more would be too slow."""
 
 
@@ -87,14 +87,14 @@ def resume_run(
     Args:
         path: a run directory, or a checkpoint in one.
         observer: callbacks.
-        device: device to compute on; None is that of the run. Results are only bitwise reproducible
-            on the same kind of machine.
-        backend: kernel backend; None is that of the run.
+        device: device to compute on; None is the run's. Results are only bitwise reproducible on
+            the same kind of machine.
+        backend: kernel backend; None is the run's.
         steps: new total number of steps, which also changes the schedule.
         profile: number of steps to trace with torch's profiler: see `start_run`.
         check: may raise to refuse the run, before any of its checkpoints is read.
-        changes: new values of others of `CHANGEABLE`, on which no weight depends; they are
-            recorded.
+        changes: new values of other settings in `CHANGEABLE`, on which no weight depends; they are
+            written to `config.json`.
 
     Raises:
         ArbError: there is no usable checkpoint, the text has changed, a setting cannot change, or a
@@ -118,57 +118,57 @@ def resume_run(
         check(config)  # before a checkpoint takes memory
         with locked(run, group), devices.deterministic(), devices.cpu_threads(threads):
             group.compare({"steps": steps or config.steps}, "setting")
-            accept = accept_of(run, facts, config)
+            accept = checkpoint_check(run, facts, config)
             checkpoint = None
             if path != run:
                 checkpoint = load_checkpoint(path, accept)
-            elif checkpoints(run) or not can_begin_again(run):
+            elif checkpoints(run) or not can_restart(run):
                 checkpoint = latest_checkpoint(run, observer.noted, accept)
             else:
                 observer.noted("the run has no checkpoint yet: starting again from step 0")
             group.compare({"checkpoint": checkpoint and checkpoint.digest}, "file")
             facts["config"] |= changes
-            done = 0 if checkpoint is None else checkpoint.step
-            if done >= config.steps and steps in (None, config.steps):
+            start_step = 0 if checkpoint is None else checkpoint.step
+            if start_step >= config.steps and steps in (None, config.steps):
                 report = _finished_report(run, facts, config, observer, group)
                 if report is not None:
                     return report
             new_run = (
                 f"start a new run from its weights: `--init-from {shell_word(run)} --data TEXT`"
             )
-            texts = directory.open_texts_again(facts, config, new_run)
+            texts = directory.reopen_texts(facts, config, new_run)
             compare_settings(config, texts, group, steps=steps or config.steps)
             directory.check_same_text(run, facts, text_digest(texts), new_run)
             teacher = None
             if config.teacher is not None:
-                teacher = imported("arbcli.training.teacher:teacher_again")(facts, config)
+                teacher = imported("arbcli.training.teacher:reload_teacher")(facts, config)
             has_recent = bool(checkpoint and checkpoint.data.get(FIELD))
             if group.first:
                 refuse_link(run / METRICS)  # before anything is trained or written
             records_before = read_records(run) if group.first else []
-            kept = [r for r in records_before if stays(r, done, config, has_recent)]
+            kept_records = [r for r in records_before if is_kept(r, start_step, config, has_recent)]
             if steps not in (None, config.steps):
-                check_patience(run, config, group.broadcast_object(held_out_losses(kept)))
-                config, facts = _extended(run, facts, config, done, steps, observer, group)
+                check_patience(run, config, group.broadcast_object(held_out_losses(kept_records)))
+                config, facts = _extend(run, facts, config, start_step, steps, observer, group)
             if group.first:  # first, as the disk may be full
-                sweep_run(run, config, done, kept)
+                sweep_run(run, config, start_step, kept_records)
             _record_changes(run, facts, group)
             trainer = build_trainer(config, texts, group, teacher)
             del teacher  # it may be large
             if checkpoint is None:
-                if initial := initial_again(facts):
-                    trainer.take_weights(initial.checkpoint)
+                if initial := reload_initial(facts):
+                    trainer.initialise_from(initial.checkpoint)
                     del initial  # it may be large
                 return run_loop(trainer, run, facts, observer, profile)
             trainer.restore(checkpoint)
             saved = checkpoint.data.get(FIELD) or {}
             del checkpoint  # it may be large
-            earlier = (record for record in records_before if record["step"] <= done)
+            earlier = (record for record in records_before if record["step"] <= start_step)
             seconds = max((record.get("seconds") or 0.0 for record in earlier), default=0.0)
             records = RunRecords(
                 run if group.first else None,
-                lambda record: stays(record, done, config, has_recent),
-                branches=bool(later_checkpoints(run, done)),
+                lambda record: is_kept(record, start_step, config, has_recent),
+                branches=bool(later_checkpoints(run, start_step)),
             )
             resumed = Resumed(saved, seconds, records)
             return run_loop(trainer, run, facts, observer, profile, resumed)
@@ -188,16 +188,16 @@ def on_machine(config: TrainConfig, device: str | None, backend: str | None) -> 
 
 def _threads(facts: dict[str, Any], device: torch.device, observer: Observer) -> int:
     """Return the number of threads to compute with: on a CPU, that of the run, if possible."""
-    now = torch.get_num_threads()
-    threads = facts.get("threads", now) if device.type == "cpu" else now
-    if threads > THREADS_OF_A_CPU * (os.cpu_count() or 1):
+    current = torch.get_num_threads()
+    threads = facts.get("threads", current) if device.type == "cpu" else current
+    if threads > MAX_THREADS_PER_CPU * (os.cpu_count() or 1):
         observer.noted(
             f"the run began with {threads:,} threads, too many for this machine: computing with"
-            f" {now}, with different rounding"
+            f" {current}, with different rounding"
         )
-        return now
-    if threads != now:
-        observer.noted(f"threads: {threads} as before, as {now} would round differently")
+        return current
+    if threads != current:
+        observer.noted(f"threads: {threads} as before, as {current} would round differently")
     return threads
 
 
@@ -232,15 +232,15 @@ def _finished_report(
     )
 
 
-def check_steps(run: Path, done: int, steps: int) -> None:
+def check_steps(run: Path, start_step: int, steps: int) -> None:
     """Check that a new total number of steps exceeds the steps that are done.
 
     Raises:
         ArbError: it does not.
     """
-    if steps <= done:
+    if steps <= start_step:
         raise ArbError(
-            f"the run has done {done:,} steps",
+            f"the run has done {start_step:,} steps",
             f"use a larger `--steps`, or only `--resume {shell_word(run)}`",
         )
 
@@ -260,36 +260,36 @@ def check_patience(run: Path, config: TrainConfig, losses: Iterable[tuple[int, f
         )
 
 
-def _extended(
+def _extend(
     run: Path,
     facts: dict[str, Any],
     config: TrainConfig,
-    done: int,
+    start_step: int,
     steps: int,
     observer: Observer,
     group: Group,
 ) -> tuple[TrainConfig, dict[str, Any]]:
     """Change the total number of steps, with a note about the learning rate."""
-    check_steps(run, done, steps)
-    longer = dataclasses.replace(config, steps=steps)
-    rates = [learning_rate(plan, min(done, plan.steps)) for plan in (config, longer)]
+    check_steps(run, start_step, steps)
+    extended = dataclasses.replace(config, steps=steps)
+    rates = [learning_rate(plan, min(start_step, plan.steps)) for plan in (config, extended)]
     faded = ""
     if config.model.digits == "fade":
-        shares = [fade_share(done, plan.steps, plan.fades) for plan in (longer, config)]
+        shares = [fade_share(start_step, plan.steps, plan.fades) for plan in (extended, config)]
         faded = "; weights are annealed by {:.0%} there, not {:.0%}".format(*shares)
     observer.noted(
         f"{steps:,} steps instead of {config.steps:,}: the `{config.schedule}` schedule changes at"
-        f" step {done:,}, where the learning rate is {rates[1]:.4g} instead of {rates[0]:.4g}"
+        f" step {start_step:,}, where the learning rate is {rates[1]:.4g} instead of {rates[0]:.4g}"
         f"{faded}"
     )
     # a later resume must not load a checkpoint of the old schedule, whose records go with it
-    if group.first and (later := later_checkpoints(run, done)):
+    if group.first and (later := later_checkpoints(run, start_step)):
         aside = [copy_aside(run / METRICS)] if (run / METRICS).exists() else []
         note_aside([*aside, *map(set_aside, later)], observer)
-    changes = [*facts.get("extended", []), {"at": done, "from": config.steps, "to": steps}]
+    changes = [*facts.get("extended", []), {"at": start_step, "from": config.steps, "to": steps}]
     recorded = train_config_dict(dataclasses.replace(train_config_from(facts), steps=steps))
-    facts |= {"config": recorded, "digests": directory.field_digests(longer), "extended": changes}
-    return longer, facts
+    facts |= {"config": recorded, "digests": directory.field_digests(extended), "extended": changes}
+    return extended, facts
 
 
 def _record_changes(run: Path, facts: dict[str, Any], group: Group) -> None:
@@ -310,12 +310,12 @@ def check_same_run(
         ArbError: settings differ.
     """
     hint = "restore the files of the run, or start a new run with `--out`"
-    began = facts.get("digests", {})  # missing in runs of earlier versions
-    now = directory.field_digests(config, facts["config"].get("model"))
-    if changed := [name for name in now if name in began and began[name] != now[name]]:
+    recorded = facts.get("digests", {})  # missing in runs of earlier versions
+    present = directory.field_digests(config, facts["config"].get("model"))
+    if changed := [n for n in present if recorded.get(n, present[n]) != present[n]]:
         raise ArbError(f"`{run / CONFIG}` was changed since the run began: {quoted(changed)}", hint)
-    made_with = _all_fields(checkpoint.config)
-    made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
+    saved_settings = _all_fields(checkpoint.config)
+    saved_settings |= {name: checkpoint.data.get(key) for name, key in DATA_KEYS.items()}
     expected = json.loads(json.dumps(asdict(config.model)))
     expected |= {
         "seed": config.seed,
@@ -329,31 +329,31 @@ def check_same_run(
         settings = {"settings": settings}
     digests = {"init_from": facts.get("init_digest"), "teacher": facts.get("teacher_digest")}
     known = config.decisive() | digests
-    made_with |= settings
+    saved_settings |= settings
     expected |= {name: known[name] for name in settings if name in known}
-    if made_with.get("steps") in _earlier_steps(facts, checkpoint.step):
-        expected["steps"] = made_with["steps"]
+    if saved_settings.get("steps") in _earlier_steps(facts, checkpoint.step):
+        expected["steps"] = saved_settings["steps"]
     if config.model.digits == "fade":
         steps = expected.get("steps", config.steps)
         expected["digits"] = fade_stage(checkpoint.step, steps, config.fades)
     differences = [
-        first_difference(made_with.get(name, "missing"), expected.get(name, "missing"), name)
-        for name in sorted(made_with.keys() | expected.keys())
+        first_difference(saved_settings.get(name, "missing"), expected.get(name, "missing"), name)
+        for name in sorted(saved_settings.keys() | expected.keys())
     ]
     differing = [
-        f"its `{name}` is {ours!s:.60}, not {theirs!s:.60}"
-        for name, ours, theirs in filter(None, differences)
+        f"its `{name}` is {saved!s:.60}, not {needed!s:.60}"
+        for name, saved, needed in filter(None, differences)
     ]
     if differing:
-        more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+        more = f", and {len(differing) - MAX_LISTED} more" if len(differing) > MAX_LISTED else ""
         raise ArbError(
             f"the checkpoint of step {checkpoint.step} does not belong to `{run / CONFIG}`:"
-            f" {', '.join(differing[:MOST_NAMED])}{more}",
+            f" {', '.join(differing[:MAX_LISTED])}{more}",
             hint,
         )
 
 
-def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
+def checkpoint_check(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
     """Return a check that a run can resume from a checkpoint.
 
     Args:
@@ -371,7 +371,7 @@ def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
     return accept
 
 
-def can_begin_again(run: Path) -> bool:
+def can_restart(run: Path) -> bool:
     """Return whether a run has no state yet, so that it can restart from step 0.
 
     The first checkpoint is saved before the first record.
@@ -379,7 +379,7 @@ def can_begin_again(run: Path) -> bool:
     return not read_records(run)
 
 
-def initial_again(facts: dict[str, Any]) -> "SavedModel | None":
+def reload_initial(facts: dict[str, Any]) -> "SavedModel | None":
     """Read the weights from which a run begins again; None if it draws them.
 
     Raises:

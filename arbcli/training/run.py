@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 EMULATED = "NVFP4 products are emulated on this device: same results, at most the speed of bf16"
-SHARED = (
+SHARED_SETTINGS = (
     "save_every", "eval_every", "log_every", "keep_best", "reduce_dtype", "sample_every",
     "patience",
 )  # fmt: skip
@@ -83,7 +83,7 @@ def start_run(
     if not save and (run is not None or profile is not None):
         raise ValueError("a run that is not saved has no directory and no trace")
     if minutes is not None:
-        from arbcli.training.minutes import check_minutes, steps_in
+        from arbcli.training.minutes import check_minutes, steps_that_fit
 
         check_minutes(minutes)
     if initial is not None:
@@ -92,9 +92,9 @@ def start_run(
         from arbcli.interop.huggingface.companions import copy_companions
 
         check_trainable(initial.checkpoint)
-        begun = saved_config(initial.checkpoint)
-        check_initial(config.model, begun)
-        if (begun.digits, config.model.digits, config.fade_from) == ("all", "fade", None):
+        initial_config = saved_config(initial.checkpoint)
+        check_initial(config.model, initial_config)
+        if (initial_config.digits, config.model.digits, config.fade_from) == ("all", "fade", None):
             # the digits are already trained
             end = FADE_LEARNT_TO if config.fade_to is None else config.fade_to
             config = dataclasses.replace(config, fade_from=0.0, fade_to=end)
@@ -104,12 +104,12 @@ def start_run(
     with joined(torch.device(config.device), "train") as group:
         observer = observer if group.first else Observer()
         texts = open_run_texts(config)
-        chosen = group.call_in_first(lambda: choose(config, texts, group.size))
-        config = dataclasses.replace(config, **chosen)
+        chosen_settings = group.call_in_first(lambda: choose(config, texts, group.size))
+        config = dataclasses.replace(config, **chosen_settings)
         check_shares(config, group.size)
         if initial is not None and texts.tokenizer:
-            trained_with = initial.checkpoint.data.get(TOKENIZER_DIGEST)
-            check_digest(texts.tokenizer, trained_with, Path(str(config.tokenizer)))
+            tokenizer_digest = initial.checkpoint.data.get(TOKENIZER_DIGEST)
+            check_digest(texts.tokenizer, tokenizer_digest, Path(str(config.tokenizer)))
         initial_digest = initial and initial.checkpoint.digest
         teacher = None
         if config.teacher is not None:
@@ -130,16 +130,16 @@ def start_run(
                 sweep(run)
             if minutes is not None:
                 started = time.perf_counter()
-                timed = build_trainer(config, texts, group, teacher)
-                config = dataclasses.replace(config, steps=steps_in(minutes, timed, started))
-                del timed  # it may be large
+                trial = build_trainer(config, texts, group, teacher)
+                config = dataclasses.replace(config, steps=steps_that_fit(minutes, trial, started))
+                del trial  # it may be large
             facts = run_facts(run, config, texts)
             trainer = build_trainer(config, texts, group, teacher)
             if teacher is not None:
                 facts["teacher_digest"] = trainer.teacher_digest
                 del teacher  # it may be large
             if initial is not None:
-                trainer.take_weights(initial.checkpoint)
+                trainer.initialise_from(initial.checkpoint)
                 facts["init_from"] = os.path.abspath(initial.path)
                 facts["init_digest"] = initial.checkpoint.digest
                 if group.first and save:
@@ -188,7 +188,7 @@ def shared_settings(config: TrainConfig, texts: Texts) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if uses_gpu else "cpu",
         "backend": config.backend,
         "threads": None if uses_gpu else torch.get_num_threads(),
-        **{name: getattr(config, name) for name in SHARED},
+        **{name: getattr(config, name) for name in SHARED_SETTINGS},
     }
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a running run."""
+"""Saving during training: checkpoints, the best one, and checkpoints of later steps."""
 
 import time
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ SAVE_SECONDS = 300
 
 
 class Saver:
-    """Writes checkpoints, sets those of later steps aside, and keeps the best one.
+    """Writes checkpoints, sets aside checkpoints of later steps, and keeps the best one.
 
     Args:
         trainer: the trainer.
@@ -98,9 +98,9 @@ class Saver:
             if path in self._later:
                 aside = [set_aside(path, leave=True)]
             save_checkpoint(self.run, checkpoint, self._trainer.config.keep)
-            self._records.join()
+            self._records.merge_branches()
             aside += [set_aside(later) for later in self._later if later != path]
-            self._records.settle()
+            self._records.drop_old_branch()
         self.saved_step, self._last_save, self._later = checkpoint.step, time.perf_counter(), []
         note_aside(aside, self._observer)
 
@@ -144,7 +144,7 @@ class Saver:
             )
 
 
-def surplus(
+def surplus_checkpoints(
     run: Path, config: TrainConfig, step: int, records: Sequence[dict[str, Any]]
 ) -> list[Path]:
     """Return the checkpoints that a run at a step does not keep, which a killed process left.
@@ -163,13 +163,13 @@ def surplus(
 
 
 def sweep_run(run: Path, config: TrainConfig, step: int, records: Sequence[dict[str, Any]]) -> None:
-    """Remove leftovers of a killed process: temporary files, and the checkpoints of `surplus`.
+    """Remove leftovers of a killed process: temporary files, and `surplus_checkpoints`.
 
     Raises:
         ArbError: a checkpoint cannot be removed.
     """
     sweep(run)
-    remove_files(surplus(run, config, step, records))
+    remove_files(surplus_checkpoints(run, config, step, records))
 
 
 def later_checkpoints(run: Path, step: int) -> list[Path]:

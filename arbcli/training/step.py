@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from arbcli.training.float_optimizer import FloatOptimizer
 
 
-def minimised(parts: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
+def total_loss(parts: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
     """Return the weighted sum of float32 scalars; the text's loss, if present, has weight 1."""
     others = [weights[name] * part for name, part in parts.items() if name != "text"]
     return sum(others, parts["text"]) if "text" in parts else sum(others[1:], others[0])
@@ -52,11 +52,11 @@ class TrainingStep:
         self.dropout: DropoutKeys | None = None
         """Keys of the dropout of this step; None drops nothing."""
         self.scale_routes: dict[tuple[str, ...], frozenset[str]] = {}
-        """Areas whose scales are only stepped by certain losses, by the names of these."""
+        """Areas whose scales are stepped by certain losses only, by the names of these losses."""
         self.weights: Tensor | None = None
         """(micro-batches of this process,) float32 on the device: the number of learnt symbols of
         each micro-batch, relative to the mean over the step; None if all are equal."""
-        self._one: Tensor | None = None
+        self._unit_grad: Tensor | None = None
         """Gradient of the loss, which every step would fill anew."""
 
     def __call__(
@@ -80,14 +80,14 @@ class TrainingStep:
         for micro, inputs in enumerate(micro_batches):
             self.updates.begin_micro(micro)
             for names, areas in self.scale_routes.items():
-                self._find_slopes(names, areas, micro, inputs)
+                self._accumulate_slopes(names, areas, micro, inputs)
             parts = self.compute_losses(micro, inputs)
             reached("forward")
-            loss = minimised(parts, self.model.loss_weights)
-            if self._one is None:
-                self._one = torch.ones_like(loss)
-            weight = self._one if self.weights is None else self.weights[micro]
-            scale = self._one if self.updates.normalises else weight
+            loss = total_loss(parts, self.model.loss_weights)
+            if self._unit_grad is None:
+                self._unit_grad = torch.ones_like(loss)
+            weight = self._unit_grad if self.weights is None else self.weights[micro]
+            scale = self._unit_grad if self.updates.normalises else weight
             (loss if self.updates.weighs_micro_batches else loss / local).backward(scale)
             reached("backward")
             for name, part in parts.items():
@@ -115,23 +115,23 @@ class TrainingStep:
         Returns:
             Float32 scalars by name: see `LanguageModel.losses`.
         """
-        return (self.losses or self.model.losses)(*inputs, **self._dropout_of(micro))
+        return (self.losses or self.model.losses)(*inputs, **self._dropout_arguments(micro))
 
-    def _dropout_of(self, micro: int) -> dict[str, Any]:
+    def _dropout_arguments(self, micro: int) -> dict[str, Any]:
         """Return the dropout of a micro-batch of this process as an argument of `losses`."""
         if self.dropout is None:
             return {}
         return {"dropout": self.dropout.select(self.group.local(self.accumulation)[micro])}
 
-    def _find_slopes(
+    def _accumulate_slopes(
         self, names: tuple[str, ...], areas: frozenset[str], micro: int, inputs: tuple[Tensor, ...]
     ) -> None:
         """Compute the slopes of areas' scales from the given losses, without an update."""
         if not isinstance(self.updates, Updater):
             raise ValueError("slopes need packed weights, and a single process")
         with self.updates.finding_slopes(areas):
-            parts = self.model.losses(*inputs, **self._dropout_of(micro))
+            parts = self.model.losses(*inputs, **self._dropout_arguments(micro))
             chosen = {name: parts[name] for name in names if name in parts}
             if chosen:
-                minimised(chosen, self.model.loss_weights).backward()
+                total_loss(chosen, self.model.loss_weights).backward()
         self.model.forget_uses()

@@ -61,14 +61,14 @@ class StepInputs:
         inputs, windows = self._pinned.pop(step)
         torch.stack(parts, out=windows)
         if weights is not None:
-            _weights_of(inputs, windows.numel(), len(weights)).copy_(weights)
+            _weights_view(inputs, windows.numel(), len(weights)).copy_(weights)
         if self._device_inputs is None:
             self._device_inputs = inputs.to(self._device)
             size = windows.numel()
             stacked = self._device_inputs[:size].view(len(batches), -1, *windows.shape[1:])
             self._micro_batches = [tuple(micro_batch) for micro_batch in stacked]
             if weights is not None:
-                self.weights = _weights_of(self._device_inputs, size, len(weights))
+                self.weights = _weights_view(self._device_inputs, size, len(weights))
                 size += (len(weights) + 1) // 2
             # `data`: updates write sums into it, which changes no window that is saved
             self._parameters = self._device_inputs[size:].data
@@ -108,6 +108,6 @@ class StepInputs:
         self._pinned = dict(zip(steps, zip(rows, windows, strict=True), strict=True))
 
 
-def _weights_of(inputs: Tensor, begin: int, number: int) -> Tensor:
+def _weights_view(inputs: Tensor, begin: int, number: int) -> Tensor:
     """View the weights of micro-batches among the inputs of a step, from an int64 index on."""
     return inputs[begin : begin + (number + 1) // 2].view(torch.float32)[:number]

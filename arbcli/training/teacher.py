@@ -30,13 +30,13 @@ def read_teacher(
     if config.teacher is None:
         return None
     saved = read_saved(Path(config.teacher), note, accept_weights)
-    known = saved_config(saved.checkpoint)
-    if known.fills or config.model.fills:
+    teacher_config = saved_config(saved.checkpoint)
+    if teacher_config.fills or config.model.fills:
         raise setting_error(
             "models that fill holes cannot have a teacher or be one",
             "leave `teacher` out, or train both with `objective=next`",
         )
-    symbols = known.vocabulary
+    symbols = teacher_config.vocabulary
     if symbols != config.model.vocabulary:
         raise ArbError(
             f"the teacher `{saved.path}` predicts {symbols:,} symbols, and the model has"
@@ -45,12 +45,12 @@ def read_teacher(
             fields=("teacher",),
         )
     if config.tokenizer is not None:
-        trained_with = saved.checkpoint.data.get(TOKENIZER_DIGEST)
-        check_digest(Tokenizer.read(config.tokenizer), trained_with, Path(config.tokenizer))
+        tokenizer_digest = saved.checkpoint.data.get(TOKENIZER_DIGEST)
+        check_digest(Tokenizer.read(config.tokenizer), tokenizer_digest, Path(config.tokenizer))
     return saved
 
 
-def teacher_again(facts: dict[str, Any], config: TrainConfig) -> SavedModel | None:
+def reload_teacher(facts: dict[str, Any], config: TrainConfig) -> SavedModel | None:
     """Read the teacher of a resumed run.
 
     Raises:

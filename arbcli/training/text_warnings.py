@@ -12,18 +12,18 @@ from arbcli.families import MEDIA_MARK
 if TYPE_CHECKING:
     from arbcli.data.tokens import Tokenizer
 
-LOOKED_AT_BYTES = 2**13
+CHECKED_BYTES = 2**13
 """Bytes at the beginning of each file that are checked."""
 SAMPLE_BYTES = 2**16
 """Bytes at the beginning of a text that are compared with the text of their tokens."""
-MOST_FILES = 1000
+MAX_FILES = 1000
 """Maximum number of files that are checked."""
 
 
 def text_warnings(texts: Texts) -> list[str]:
     """Return warnings about binary files, and about dissimilar training and held-out texts."""
-    both = texts.train.source, texts.val.source
-    binaries = list(dict.fromkeys(file for text in both for file in _binary_files(text)))
+    sources = texts.train.source, texts.val.source
+    binaries = list(dict.fromkeys(file for text in sources for file in _binary_files(text)))
     warnings = []
     if binaries:
         more = f" and {len(binaries) - 1} more" if len(binaries) > 1 else ""
@@ -33,17 +33,18 @@ def text_warnings(texts: Texts) -> list[str]:
         )
     if shared := _shared_files(texts):
         warnings.append(
-            f"warning: `{min(shared)}` is both training and held-out text, so that the held-out"
-            " loss is of what was learnt; name other files with `--val`"
+            f"warning: `{min(shared)}` is both training and held-out text, so the held-out loss"
+            " measures text that was learnt; name other files with `--val`"
         )
     if texts.tokenizer is not None and not texts.train.packs:
-        warnings += lost_text(both[0].read(0, min(len(both[0]), SAMPLE_BYTES)), texts.tokenizer)
+        sample = sources[0].read(0, min(len(sources[0]), SAMPLE_BYTES))
+        warnings += lost_text(sample, texts.tokenizer)
     if cut := texts.train.cut:
         warnings.append(
             f"warning: {cut:,} documents are longer than the context: they are cut to it, or left"
             " out if no answer begins in it; use a larger `--ctx`"
         )
-    train, val = map(entropy, both)
+    train, val = map(entropy, sources)
     if abs(train - val) > FAR_NATS:
         warnings.append(
             f"warning: the held-out text differs from the training text: its order-0 entropy is"
@@ -54,13 +55,13 @@ def text_warnings(texts: Texts) -> list[str]:
 
 def _shared_files(texts: Texts) -> list[Path]:
     """Return the files of which a part is both training and held-out text, as in a mixture."""
-    learnt: dict[Path, list[tuple[int, int]]] = {}
+    training_ranges: dict[Path, list[tuple[int, int]]] = {}
     for path, start, stop in texts.train.pieces:
-        learnt.setdefault(path, []).append((start, stop))
+        training_ranges.setdefault(path, []).append((start, stop))
     return [
         path
         for path, start, stop in texts.val.pieces
-        if any(begin < stop and start < end for begin, end in learnt.get(path, ()))
+        if any(begin < stop and start < end for begin, end in training_ranges.get(path, ()))
     ]
 
 
@@ -81,20 +82,20 @@ def lost_text(sample: bytes, tokenizer: "Tokenizer") -> list[str]:
             f"warning: the text is not UTF-8: of its first {len(sample):,} bytes {unread:,} become"
             " U+FFFD in tokens; convert it, or train on bytes without `--tokenizer`"
         )
-    again = tokenizer.decode(tokenizer.encode(text.encode()))
-    before, after = (unicodedata.normalize("NFC", part).lstrip(" ") for part in (text, again))
+    round_trip = tokenizer.decode(tokenizer.encode(text.encode()))
+    before, after = (unicodedata.normalize("NFC", part).lstrip(" ") for part in (text, round_trip))
     if before != after:
         warnings.append(
             f"warning: the tokenizer loses text: {len(before):,} characters come back from tokens"
-            f" as {len(after):,} that differ; losses per byte count bytes that no token stands for"
+            f" as {len(after):,} that differ; losses per byte count bytes that no token represents"
         )
     return warnings
 
 
-def _beginning(file: Path) -> bytes:
+def _read_beginning(file: Path) -> bytes:
     """Read the beginning of a file, of which a text may have a later part."""
     with file.open("rb") as source:
-        return source.read(LOOKED_AT_BYTES)
+        return source.read(CHECKED_BYTES)
 
 
 def _has_media(content: bytes) -> bool:
@@ -106,9 +107,9 @@ def _has_media(content: bytes) -> bool:
 
 def _binary_files(text: Text) -> list[Path]:
     files, begin = [], 0
-    for file, size in list(zip(text.files, text.sizes, strict=True))[:MOST_FILES]:
-        beginning = text.read(begin, min(size, LOOKED_AT_BYTES))
-        if b"\0" in beginning and not _has_media(beginning + _beginning(file)):
+    for file, size in list(zip(text.files, text.sizes, strict=True))[:MAX_FILES]:
+        beginning = text.read(begin, min(size, CHECKED_BYTES))
+        if b"\0" in beginning and not _has_media(beginning + _read_beginning(file)):
             files.append(file)
         begin += size
     return files

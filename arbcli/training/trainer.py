@@ -43,7 +43,7 @@ from arbcli.model.rules import stage_rule
 from arbcli.model.updater import HELD_BYTES, Updater
 from arbcli.training.parallel.group import Group
 from arbcli.training.schedule import fade_stage, learning_rate
-from arbcli.training.step import TrainingStep, minimised
+from arbcli.training.step import TrainingStep, total_loss
 
 if TYPE_CHECKING:
     from arbcli.training.float_optimizer import FloatOptimizer
@@ -145,7 +145,7 @@ class Trainer:
         self.model.tokenizer = texts.tokenizer
         capture = compiled = capture and config.backend == "triton"
         self.step = 0
-        self.is_idle = True
+        self.is_consistent = True
         """Whether the state is consistent; False after an error within a step."""
         self.loss_parts: dict[str, Tensor] = {}
         """Terms of the last step's loss, float32 scalars by name."""
@@ -187,7 +187,7 @@ class Trainer:
             self.teacher = frozen_model(teacher, self.device, dtype)
             self._compute.losses = partial(self.model.losses, teacher=self.teacher)
         check_areas(config, self.model)
-        self._kinds: dict[Text, Any] = {}
+        self._byte_kinds: dict[Text, Any] = {}
         """Kinds of the bytes of texts, for a composite head."""
         self._local = self.group.local(config.accum)
         if self.optimizer and self.group.size > 1:
@@ -266,7 +266,7 @@ class Trainer:
             self._updates.set_step(self.step, self.lr, self.config.accum, self._counts)
         if self._graph is None and self._capture_at == self.step:
             self._capture()
-        self.is_idle = False
+        self.is_consistent = False
         with use_backend(self.config.backend):
             if self._graph is not None:
                 self._graph.replay()
@@ -279,7 +279,7 @@ class Trainer:
             loss = self.loss_parts["text"].clone()  # replays overwrite the tensor
         self.step += 1
         self._fade()
-        self.is_idle = True
+        self.is_consistent = True
         return loss
 
     def fetch(self, micro: int, device: torch.device | str) -> tuple[Tensor, ...]:
@@ -310,18 +310,18 @@ class Trainer:
             device: device of the windows.
         """
         model = self.config.model
-        drawn = batch_at(text, starts, model.ctx, device)
+        batch = batch_at(text, starts, model.ctx, device)
         if model.composite:
-            ids, targets = drawn
-            if text not in self._kinds:
-                self._kinds[text] = imported(BYTE_KINDS)(text)
-            kinds = self._kinds[text].windows([start + 1 for start in starts], model.ctx)
+            ids, targets = batch
+            if text not in self._byte_kinds:
+                self._byte_kinds[text] = imported(BYTE_KINDS)(text)
+            kinds = self._byte_kinds[text].windows([start + 1 for start in starts], model.ctx)
             return ids, targets + VOCABULARY * kinds.to(targets.device)
         if model.objective not in OBJECTIVES:
-            return drawn
+            return batch
         prepare = import_module(OBJECTIVES[model.objective]).training_windows
         numbers, windows = self._window_numbers(micro), self.config.accum * self.config.batch
-        return prepare(drawn, model.vocabulary, seed=seed, step=step, numbers=numbers, of=windows)
+        return prepare(batch, model.vocabulary, seed=seed, step=step, numbers=numbers, of=windows)
 
     def _window_numbers(self, micro: int) -> range:
         """Return the numbers of a micro-batch's windows in the step, for the objective.
@@ -396,7 +396,7 @@ class Trainer:
                     losses = self._compute.compute_losses(micro, inputs)
                     weights = self._compute.weights
                     weight = None if weights is None else weights[micro]
-                    minimised(losses, self.model.loss_weights).backward(weight)
+                    total_loss(losses, self.model.loss_weights).backward(weight)
                 self.model.forget_uses()
         self._measured = True
 
@@ -404,14 +404,14 @@ class Trainer:
         """Capture a step as a CUDA graph; capturing changes no state."""
         torch.cuda.empty_cache()  # the graph has a memory pool of its own
         self._graph = torch.cuda.CUDAGraph()
-        self.group.remember(self._graph)
+        self.group.register_graph(self._graph)
         # NCCL's watchdog thread queries events during the capture
         mode = "global" if self.group.size == 1 else "thread_local"
         graph = capturing(self._graph, capture_error_mode=mode)
         from arbcli.kernels.runtime.merged import TABLES
 
-        room = TABLES.captured(self._table_numbers, self.device)
-        with room as self._tables, use_backend(self.config.backend), graph:
+        tables = TABLES.captured(self._table_numbers, self.device)
+        with tables as self._tables, use_backend(self.config.backend), graph:
             self._captured_parts = self._compute(self._micro_batches)
 
     def _table_numbers_so_far(self) -> int:
@@ -487,7 +487,7 @@ class Trainer:
         losses, counts = [], []
         with self.averaged(), use_backend(self.config.backend):
             for number in group.local(num_batches):
-                inputs = self._held_out(number)
+                inputs = self._held_out_batch(number)
                 losses.append(self.model.loss(*inputs))
                 counts.append((inputs[1] >= 0).sum())
         means = torch.stack(group.gather(losses))
@@ -496,7 +496,7 @@ class Trainer:
             means *= count * len(count) / count.sum()  # integers: exactly 1 if all are equal
         return float(means.mean())
 
-    def _held_out(self, number: int) -> tuple[Tensor, ...]:
+    def _held_out_batch(self, number: int) -> tuple[Tensor, ...]:
         """Return the inputs of a held-out batch on the device."""
         config, text = self.config, self.texts.val
         starts = evaluation_starts(text, number, config.batch, config.model.ctx, config.accum)
@@ -546,7 +546,7 @@ class Trainer:
             ArbError: in all processes, if one differs.
         """
         if self.group.size > 1 and self.shared:
-            parts = self.shared.common(self.model)
+            parts = self.shared.replicated_state(self.model)
             digests = {name: tensor_digest(name, part) for name, part in parts.items()}
             self.group.compare(digests, "state", RELOAD)
 
@@ -563,15 +563,15 @@ class Trainer:
         """
         if not self.has_traffic or self.shared is None or not self.shared.received:
             return {}
-        return {"wire": self.shared.bytes_a_weight()}
+        return {"wire": self.shared.bytes_per_weight()}
 
-    def take_weights(self, checkpoint: Checkpoint) -> None:
+    def initialise_from(self, checkpoint: Checkpoint) -> None:
         """Load the state of another run's checkpoint, but start at step 0 with zero counters.
 
-        Averages start at the weights if the checkpoint has none, and statistics of the directions
-        start unset if it has those of others. Quantisation scales of gradients are measured anew,
+        Averages start at the weights if the checkpoint has none. Statistics of the directions start
+        unset if the checkpoint has other directions. Quantisation scales of gradients are measured,
         as they depend on `accum`, `reduce_dtype` and the text. The optimizer of a float baseline
-        starts anew, too.
+        starts from zero state.
 
         Raises:
             ArbError: the checkpoint belongs to another model.
@@ -581,31 +581,31 @@ class Trainer:
             {name for name in tensors if name.endswith(STATISTICS)}
             for tensors in (checkpoint.tensors, self.model.state_dict())
         )
-        started: tuple[str, ...] = (WIRE, *FLOAT_STATE)
+        skipped: tuple[str, ...] = (WIRE, *FLOAT_STATE)
         if starts_averages:
-            started += (AVERAGE,)
+            skipped += (AVERAGE,)
         if saved_statistics != statistics:
-            started += STATISTICS
-        self._load(checkpoint, started)
+            skipped += STATISTICS
+        self._load(checkpoint, skipped)
         if starts_averages:
             self._start_averages()
 
-    def _load(self, checkpoint: Checkpoint, started: tuple[str, ...] = ()) -> None:
-        """Load the tensors of a checkpoint, except those with a suffix in `started`."""
+    def _load(self, checkpoint: Checkpoint, skipped: tuple[str, ...] = ()) -> None:
+        """Load the tensors of a checkpoint, except those with a suffix in `skipped`."""
         check_trainable(checkpoint)
         state = self.model.state_dict()
         layout = self.shared.layout(self.model) if self.shared else {}
         if self.optimizer:
             layout = self.optimizer.state_dict()
         tensors, expected = (
-            {name: tensor for name, tensor in tensors.items() if not name.endswith(started)}
+            {name: tensor for name, tensor in tensors.items() if not name.endswith(skipped)}
             for tensors in (checkpoint.tensors, state | layout)
         )
         check_layout(tensors, expected)
-        if self.optimizer and not started:
+        if self.optimizer and not skipped:
             self.optimizer.load_state_dict(tensors, checkpoint.step)
         parts = {name: part[: len(state[name])] for name, part in tensors.items() if name in state}
-        self.model.load_state_dict(parts, strict=not started)
+        self.model.load_state_dict(parts, strict=not skipped)
         self._measured = False
 
     def restore(self, checkpoint: Checkpoint) -> None:

@@ -179,7 +179,7 @@ def test_generate_stops_quietly_when_nobody_reads(generate, monkeypatch):
 
 
 def test_generate_refuses_a_prompt_and_length_beyond_any_text(run, arb_here, monkeypatch):
-    monkeypatch.setattr("arbcli.generation.decoder.LONGEST_TEXT", 20)
+    monkeypatch.setattr("arbcli.generation.decoder.MAX_LENGTH", 20)
     done = arb_here("generate", "--checkpoint", run, "--length", "20", "--prompt", "ab")
     assert "prompt and generated text have 22 bytes" in done.stderr
     assert arb_here("generate", "--checkpoint", run, "--length", "18", "--prompt", "ab").stdout

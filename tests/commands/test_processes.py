@@ -49,7 +49,7 @@ def test_one_of_several_processes_starts_no_others(monkeypatch, arb_here):
 def test_error_of_several_processes_is_printed_once(tmp_path, arb_here, monkeypatch):
     """One that another process is lost is printed if that one printed none."""
     losses = mock.Mock(side_effect=[LostProcess("lost 0"), LostProcess("lost 1"), LostProcess("2")])
-    monkeypatch.setattr("arbcli.training.parallel.launch.SAY_SECONDS", 0)
+    monkeypatch.setattr("arbcli.training.parallel.launch.PRINT_SECONDS", 0)
     about = environment(1, 2, 1) | {STORE: str(tmp_path / "store")}
     with mock.patch.dict(os.environ, about):
         first, second = (arb_here("train", "--lr", "x") for _ in range(2))

@@ -48,8 +48,8 @@ def test_template_writes_messages_as_transformers_does():
 def test_hostile_template_is_refused_in_one_line(source, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(template_sandbox, "SECONDS", 0.05 if "takes" in said else 60)
-    monkeypatch.setattr(template_sandbox, "MOST_BYTES", 2**29)
-    monkeypatch.setattr(template_sandbox, "MOST_CHARACTERS", 9999)
+    monkeypatch.setattr(template_sandbox, "MAX_BYTES", 2**29)
+    monkeypatch.setattr(template_sandbox, "MAX_CHARACTERS", 9999)
     with pytest.raises(ArbError, match=re.escape(said)) as caught:
         ChatTemplate(source, "it", {}).render([{"role": "user", "content": "hi"}])
     assert re.fullmatch("`it` .*", str(caught.value))

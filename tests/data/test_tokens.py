@@ -164,7 +164,7 @@ def test_tokenizer_that_multiplies_a_text_is_refused(growth, part, steps, byte_t
     steps_of = "processors" if part == "post_processor" else f"{part}s"
     for value in ({"type": "Sequence", steps_of: steps}, *steps[: part == "post_processor"]):
         content = json.dumps(made | {part: value}).encode()
-        if growth <= tokens.MOST_GROWTH:
+        if growth <= tokens.MAX_GROWTH:
             made_of = Tokenizer(content, "it")
             assert growth != 1 or len(made_of.encode(b"ab")) == plain
             assert part != "post_processor" or len(made_of.encode(b"x")) == growth

@@ -17,7 +17,7 @@ from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
 from arbcli.training.directory import read_facts
 from arbcli.training.observer import Observer
-from arbcli.training.record import LONGEST_LINE, METRICS, best_step, read_all_records, read_records
+from arbcli.training.record import MAX_LINE, METRICS, best_step, read_all_records, read_records
 from arbcli.training.resume import resume_run
 from arbcli.training.run import start_run
 
@@ -78,7 +78,7 @@ BAD_LINES = (
     b'{"step": 1' + b"0" * 400 + b', "val_loss": 1' + b"0" * 400 + b"}",
     b'{"step": 1, "val_loss": -Infinity}', b'{"step": 1, "val_loss": 1' + b"0" * 400 + b"}",
     b'{"step": 1e400}', b'{"step": "1"}', b'{"step": 1, "val_loss": "0"}', b"[" * 10**5,
-    b'{"step": ' + b"9" * 5000 + b"}", b"\xff", b"x" * (LONGEST_LINE + 5),
+    b'{"step": ' + b"9" * 5000 + b"}", b"\xff", b"x" * (MAX_LINE + 5),
 )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_torn_or_altered_lines_of_records_are_left_out(own_run):
     for line in BAD_LINES:
         path.write_bytes(whole + line)
         assert read_records(own_run) == good, line
-        assert read_all_records(own_run) == (good, 1 + (len(line) > LONGEST_LINE)), line
+        assert read_all_records(own_run) == (good, 1 + (len(line) > MAX_LINE)), line
         assert best_step(read_records(own_run)) in (1, 2, 3, 4), line
     path.write_bytes(whole + b"\n".join(BAD_LINES))
     notes: list[str] = []

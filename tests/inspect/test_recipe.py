@@ -110,7 +110,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sample, "SAMPLE_BYTES", 1)
     monkeypatch.setattr(Trainer.evaluate.__wrapped__, "__defaults__", (1,))
-    for name, tokens in (("STEP_TOKENS", 4096), ("KEPT_TOKENS", 512), ("LEAST_STEP_TOKENS", 512)):
+    for name, tokens in (("STEP_TOKENS", 4096), ("KEPT_TOKENS", 512), ("MIN_STEP_TOKENS", 512)):
         monkeypatch.setattr(recipe_module, name, tokens)
     plain_folder(tmp_path / "folder", vocab_size=256)
     (tmp_path / "text.txt").write_bytes(b"ternary weights learn to read. " * 300)

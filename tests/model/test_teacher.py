@@ -125,7 +125,7 @@ def test_teacher_that_a_model_equals_diverges_by_nothing_and_stays(taught):
     with pytest.raises(ValueError, match="read_teacher"):
         Trainer(config, texts)
     trainer = Trainer(config, texts, teacher=saved.checkpoint)
-    trainer.take_weights(load_checkpoint(checkpoint_path(run, 10)))
+    trainer.initialise_from(load_checkpoint(checkpoint_path(run, 10)))
     before = state_of(trainer.teacher)
     names = trainer.model.state_dict().keys() - before.keys()
     assert any("moment" in name for name in names)

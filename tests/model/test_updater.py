@@ -457,7 +457,7 @@ def test_matrices_of_a_tensor_step_as_separate_ones(rule, direction, kind, devic
 
     One has no gradient in the second step; products of a stack may round differently.
     """
-    monkeypatch.setattr(symbols, "MOST_AT_ONCE", 64)
+    monkeypatch.setattr(symbols, "MAX_CHUNK", 64)
     spec, is_stack = spec_of(rule, direction), kind == "stack"
     device, micros = (torch.device("cpu"), 1) if is_stack else (device, 2)
     heights = [HEIGHT] * EXPERTS if is_stack else [64, 64, 22]

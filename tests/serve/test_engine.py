@@ -138,7 +138,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_model(kind, device):
     for row, symbol in zip(expected, [*scored, generated], strict=False):
         torch.testing.assert_close(symbol.logprob, float(row[symbol.id]), rtol=1e-3, atol=2e-3)
         best = [logprob for _, logprob in symbol.likeliest]
-        assert len(best) == engines.MOST_LOGPROBS
+        assert len(best) == engines.MAX_LOGPROBS
         torch.testing.assert_close(best[0], float(row.max()), rtol=1e-3, atol=2e-3)
         assert best == sorted(best, reverse=True)
 

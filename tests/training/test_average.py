@@ -104,7 +104,7 @@ def test_baseline_is_averaged_at_the_same_rates_in_float32(optimizer, trainer_of
     assert_same(state_of(load_weights(path, print).model), averages)
     # a run that starts from it begins its average there, and its optimizer anew
     tuned = trainer_of(**settings, weight_average=HORIZON)
-    tuned.take_weights(read_saved(path, print).checkpoint)
+    tuned.initialise_from(read_saved(path, print).checkpoint)
     for name, part in tuned.optimizer.state_dict().items():
         weight, _, kind = name.rpartition(".")
         start = averages[f"{weight}.latent"] if kind == "latent_average" else torch.zeros(())
@@ -125,7 +125,7 @@ def test_evaluations_and_readers_have_the_average(run, trainer_of, tmp_path):
     path = save_checkpoint(tmp_path, averaging.checkpoint("of a text"))
     assert any(name.endswith(".average") for name in load_file(path))
     checkpoint = read_saved(path, print).checkpoint
-    plain.take_weights(checkpoint)
+    plain.initialise_from(checkpoint)
     assert plain.evaluate(2) == loss
     for tensor in plain.updater.tensors:  # trits are the nearest
         trits, radix = unpack_trits(tensor.trits, tensor.in_features).int(), tensor.rule.radix
@@ -138,5 +138,5 @@ def test_evaluations_and_readers_have_the_average(run, trainer_of, tmp_path):
     assert torch.equal(exported(ids), reading(ids))
     # a run that starts from it begins its own average there
     tuned = trainer_of(**run.changes, weight_average=HORIZON)
-    tuned.take_weights(checkpoint)
+    tuned.initialise_from(checkpoint)
     assert torch.equal(average_of(tuned), z_of(plain).floor())

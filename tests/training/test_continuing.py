@@ -105,7 +105,7 @@ def test_patience_that_begins_late_names_no_checkpoint(text, tmp_path):
         with mock.patch("arbcli.training.loop.Loop._is_over", side_effect=[False] * 3 + [True]):
             start_run(config, run, Observer())
         resume_run(run, observer_with(noted=notes.append), patience=5)
-    assert notes[-1].endswith("nats a byte, was the lowest")
+    assert notes[-1].endswith("nats a byte at step 1")
 
 
 def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_path):
@@ -199,11 +199,11 @@ def test_run_stops_when_its_loss_has_not_fallen_and_keeps_the_best(
     assert [record["val_loss"] for record in read_records(run)] == [3.0, 2.0, None, 2.0]
     (note,) = notes
     assert note.startswith(
-        "stopped after step 4: the held-out loss has not fallen in 2 evaluations; that of step 2,"
-        " 2.0000 nats a byte, "
+        "stopped after step 4: the held-out loss has not fallen in 2 evaluations; the lowest was"
+        " 2.0000 nats a byte at step 2, "
     )
     (best,) = run.glob("best-*")
-    assert note.endswith(f"is kept as `{best}`")
+    assert note.endswith(f"kept as `{best}`")
     assert load_checkpoint(best).step == 2
     assert f"`{best}`" in str(missing_checkpoint(run).hint)  # without those of steps
     assert report.checkpoint in map(str, run.glob("step-000004*.safetensors"))

@@ -87,7 +87,7 @@ def test_each_dropout_changes_training_by_itself_and_not_evaluation(name, texts)
     plain, dropping = (trainer_of(texts, **{"dropout": 0.0, name: rate}) for rate in (0.0, 0.5))
     assert plain.evaluate(2) == dropping.evaluate(2)
     assert float(plain.train_step()) != float(dropping.train_step())
-    plain.take_weights(dropping.checkpoint("text"))
+    plain.initialise_from(dropping.checkpoint("text"))
     assert plain.evaluate(2) == dropping.evaluate(2)
 
 

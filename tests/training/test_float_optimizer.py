@@ -8,7 +8,7 @@ from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import EAGER_STEPS
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
-from arbcli.training.compiled_baseline import WHOLE_LAYERS
+from arbcli.training.compiled_baseline import FUSED_BLOCKS
 from arbcli.training.configure import new_config
 from arbcli.training.float_optimizer import BETAS, CLIP_NORM, FloatOptimizer, Muon
 from arbcli.training.trainer import Trainer
@@ -106,7 +106,7 @@ def test_muon_leaves_embedding_and_head_to_adamw_without_decay():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("layers", [2, WHOLE_LAYERS + 1])
+@pytest.mark.parametrize("layers", [2, FUSED_BLOCKS + 1])
 def test_captured_twin_learns_as_the_eager_twin_and_never_waits(optimizer, layers, text):
     shape = SHAPE | {"layers": layers, "batch": 8, "accum": 2, "weights": "float"}
     config = new_config(

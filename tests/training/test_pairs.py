@@ -176,7 +176,7 @@ def test_row_trains_goes_on_to_the_bit_and_has_the_state_that_is_predicted(
     row, texts, tmp_path, monkeypatch
 ):
     if dict(row)["symbols"] == "in chunks":
-        monkeypatch.setattr(symbols, "MOST_AT_ONCE", AT_ONCE)
+        monkeypatch.setattr(symbols, "MAX_CHUNK", AT_ONCE)
     config, processes = config_of(row), int(dict(row)["processes"])
     check_row(config, processes, texts, tmp_path, monkeypatch)
 

@@ -22,7 +22,7 @@ from arbcli.training import loop, recorder, saving, schedule
 from arbcli.training import run as runs
 from arbcli.training import trainer as training
 from arbcli.training.configure import new_config
-from arbcli.training.directory import open_run_texts, open_texts_again, run_facts
+from arbcli.training.directory import open_run_texts, reopen_texts, run_facts
 from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group
 from arbcli.training.run import start_run
@@ -106,7 +106,7 @@ def test_weights_are_taken_from_a_run_of_other_gradients(setting, before, after,
     first.train_step()
     initial = {name: part.clone() for name, part in second.model.state_dict().items()}
     checkpoint = first.checkpoint("digest")
-    second.take_weights(checkpoint)
+    second.initialise_from(checkpoint)
     loaded = second.model.state_dict()
     assert loaded.keys() == initial.keys()
     for name, part in loaded.items():
@@ -252,7 +252,7 @@ def test_counters_that_are_added_up_go_on_in_one_process_alone(rank, options):
     assert Updater.counters(shared) == {"refused": 0 if rank else 5, "nonfinite_steps": 2}
     assert shared.counters() == {"refused": 1000 if rank else 5, "nonfinite_steps": 2}
     shared.received = 4 * shared.num_weights
-    assert shared.bytes_a_weight() == 2  # of two processes
+    assert shared.bytes_per_weight() == 2  # of two processes
 
 
 @pytest.mark.parametrize("split", ["files", "within"])
@@ -268,11 +268,11 @@ def test_texts_of_a_run_are_split_again_as_they_were(split, options, monkeypatch
     facts = run_facts(tmp_path, config, texts)
     for folder in ("..", "."):
         monkeypatch.chdir(began / folder)
-        again = open_texts_again(facts, config)
+        again = reopen_texts(facts, config)
         assert training.text_digest(again) == facts["text"]["digest"]
         assert again.split == split
     del facts["text"]["paths"]  # as an earlier version had it
-    assert open_texts_again(facts, config).split == split
+    assert reopen_texts(facts, config).split == split
 
 
 def test_text_that_cannot_be_read_again_is_named_with_its_reason(options, monkeypatch, tmp_path):
@@ -284,7 +284,7 @@ def test_text_that_cannot_be_read_again_is_named_with_its_reason(options, monkey
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(ArbError, match=f"there is no text in `{tmp_path / 'a.txt'}`"):
-        open_texts_again(facts, config)
+        reopen_texts(facts, config)
 
 
 def test_counters_go_on_through_a_resume(options):

@@ -29,11 +29,11 @@ from arbcli.training import run as run_module
 from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
 from arbcli.training.directory import field_digests, make_next_directory, read_facts
-from arbcli.training.minutes import steps_in
+from arbcli.training.minutes import steps_that_fit
 from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group
 from arbcli.training.record import Record, RunRecords, keep_records
-from arbcli.training.resume import accept_of, resume_run
+from arbcli.training.resume import checkpoint_check, resume_run
 from arbcli.training.run import start_run
 from arbcli.training.saving import SAVE_SECONDS
 from arbcli.training.schedule import learning_rate
@@ -393,7 +393,7 @@ def test_checkpoint_of_another_run_is_refused_by_field(started):
     saved = load_checkpoint(checkpoints(started)[0])
     facts = read_facts(started)
     config = train_config_from(facts)
-    accept = accept_of(started, facts, config)
+    accept = checkpoint_check(started, facts, config)
     accept(saved)
     settings = saved.data["settings"]
     assert {*settings, "seed"} == {*config.decisive(), "seed", "init_from"}
@@ -515,7 +515,7 @@ def test_minutes_count_everything(minutes, of_building, text, monkeypatch):
     now = SimpleNamespace(perf_counter=lambda: clock[0])
     monkeypatch.setattr("arbcli.training.minutes.time", now)
     pass_time(of_building)
-    steps = steps_in(minutes, trainer, 0.0)
+    steps = steps_that_fit(minutes, trainer, 0.0)
     evaluations = -(-steps // dataclasses.replace(settings, steps=steps).eval_interval)
     whole = clock[0] + steps * of_step + evaluations * 40 * of_batch
     assert 0.95 * minutes * 60 <= whole <= minutes * 60

@@ -10,7 +10,7 @@ SCALINGS = ("none", "linear", "llama3", "yarn")
 LOW = {"llama3": 1.0, "yarn": 1.0}
 HIGH = {"llama3": 4.0, "yarn": 32.0}
 """Defaults of the bounds, in rotations within the original context, by scaling."""
-MOST = 10**12
+MAX_VALUE = 10**12
 """Maximum base and factor."""
 
 
@@ -22,13 +22,13 @@ class RotaryConfig:
     position.
     """
 
-    base: float = setting(10000.0, minimum=1, maximum=MOST)
+    base: float = setting(10000.0, minimum=1, maximum=MAX_VALUE)
     """Base of the wavelengths; they grow nearly by this factor from the first to the last pair."""
     share: float = 1.0
     """Rotated share of a head."""
     scaling: str = setting("none", choices=SCALINGS)
     """`linear` divides all angles by `factor`; `llama3` and `yarn` only those of long waves."""
-    factor: float = setting(1.0, minimum=1, maximum=MOST)
+    factor: float = setting(1.0, minimum=1, maximum=MAX_VALUE)
     """Divisor of the angles."""
     low: float | None = None
     """Waves with fewer rotations in the original context are scaled; None is 1."""
@@ -66,7 +66,7 @@ class RotaryConfig:
                 fields=("original_ctx",),
             )
         low, high = self.bounds
-        if not 0 < low < high <= MOST:
+        if not 0 < low < high <= MAX_VALUE:
             raise setting_error(f"`low` is {low}, and `high` is {high}", "use 0 < low < high")
 
     @property

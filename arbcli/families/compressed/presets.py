@@ -4,7 +4,7 @@ from typing import Any
 
 from arbcli.base.errors import setting_error
 from arbcli.config import short_forms
-from arbcli.config.model import MOST_BLOCKS, Context, ModelConfig
+from arbcli.config.model import MAX_BLOCKS, Context, ModelConfig
 from arbcli.families.compressed.config import CompressedAttentionConfig
 
 MOST_RATIOS = 8
@@ -65,7 +65,7 @@ def compressed(
     )  # fmt: skip
 
 
-FORM = short_forms.Form(compressed, {"layers": MOST_BLOCKS})
+FORM = short_forms.Form(compressed, {"layers": MAX_BLOCKS})
 PRESETS: dict[str, dict[str, Any]] = {
     "arb-long": dict(
         dim=768, layers=12, heads=12, ffn=1920, ctx=16384, head_width=128, rotary=64

@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from arbcli.base.errors import setting_error
-from arbcli.config.model import MOST_BLOCKS, BlockConfig, Context, ModelConfig, StageConfig
+from arbcli.config.model import MAX_BLOCKS, BlockConfig, Context, ModelConfig, StageConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.settings import GRAPH, PRESETS_OWN, Setting, check_choice
@@ -154,7 +154,7 @@ def adapted(options: dict[str, Any]) -> dict[str, Any]:
 
 
 LARGEST = {
-    "layers": MOST_BLOCKS, "max_moe_iters": 256, "ngram_rows": 2**31 - 1, "memory_rows": 2**31 - 1,
+    "layers": MAX_BLOCKS, "max_moe_iters": 256, "ngram_rows": 2**31 - 1, "memory_rows": 2**31 - 1,
 }  # fmt: skip
 """Upper bounds of sizes by argument."""
 FORM = Form(graph, LARGEST, adapted)

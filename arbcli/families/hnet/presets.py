@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 from arbcli.base.errors import setting_error
 from arbcli.config.model import (
-    MOST_BLOCKS,
-    MOST_OUTER_STAGES,
+    MAX_BLOCKS,
+    MAX_OUTER_STAGES,
     BlockConfig,
     Context,
     ModelConfig,
@@ -72,7 +72,7 @@ def hnet(
         if len(values) != number or not number:
             raise setting_error(
                 f"`{name}` has numbers for {len(values)} stages, and `outer_dim` for {number}",
-                f"give a number for each stage, of which there are 1 to {MOST_OUTER_STAGES}",
+                f"give a number for each stage, of which there are 1 to {MAX_OUTER_STAGES}",
             )
     stages = []
     for width, depth, stage_heads, mlp_width, length in zip(*sizes, strict=True):
@@ -96,7 +96,7 @@ _BASE = dict(
     dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(512,), outer_layers=(2,),
     outer_heads=(8,), outer_ffn=(1408,), chunk_length=(4,), window=128
 )  # fmt: skip
-FORM = Form(hnet, {"layers": MOST_BLOCKS, "outer_layers": 256})
+FORM = Form(hnet, {"layers": MAX_BLOCKS, "outer_layers": 256})
 PRESETS: dict[str, dict[str, Any]] = {
     "hnet-tiny": dict(
         dim=256, layers=3, heads=4, ffn=704, ctx=256, outer_dim=(128,), outer_layers=(1,),

@@ -1,7 +1,7 @@
 """Models that can be trained to fill holes, or on masked bytes."""
 
 from arbcli.base.errors import ArbError
-from arbcli.config.model import MOST, ModelConfig
+from arbcli.config.model import MAX_SIZE, ModelConfig
 
 LEAST_FILL_CTX = 8
 
@@ -41,7 +41,7 @@ def check_fill(model: ModelConfig) -> None:
             "use a preset of dense blocks, such as `base`, or `objective=next`",
             fields=("objective",),
         )
-    maximum = min(MOST, model.vocabulary**2 - 1)
+    maximum = min(MAX_SIZE, model.vocabulary**2 - 1)
     if not LEAST_FILL_CTX <= model.ctx <= maximum:
         raise ArbError(
             f"`objective` is `fill`, and `ctx` is {model.ctx}",

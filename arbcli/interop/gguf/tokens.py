@@ -13,7 +13,7 @@ from typing import Any
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import ALTERED, check_schema, is_of, parse_json, read_json
 from arbcli.base.run_files import CONFIG
-from arbcli.config.model import MOST, ModelConfig
+from arbcli.config.model import MAX_SIZE, ModelConfig
 from arbcli.data.chat_template import template_sources
 from arbcli.data.special_tokens import GENERATION, folders_of, special_tokens, stop_tokens
 from arbcli.data.tokens import Tokenizer
@@ -204,6 +204,6 @@ def _ends(companions: Path) -> dict[str, int]:
         for kind, key in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
             value = values.get(f"{key}_token_id")
             value = value[0] if is_of(value, list[int]) and value else value
-            if is_of(value, int) and 0 <= value < MOST:
+            if is_of(value, int) and 0 <= value < MAX_SIZE:
                 tokens[kind] = value
     return tokens

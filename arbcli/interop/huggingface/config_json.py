@@ -12,7 +12,7 @@ from typing import Any
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import is_of, read_json, shown
 from arbcli.base.run_files import CONFIG
-from arbcli.config.model import MOST_BLOCKS, BlockConfig, ModelConfig, StageConfig
+from arbcli.config.model import MAX_BLOCKS, BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
@@ -172,7 +172,7 @@ def read_config(
     ctx = fields.take("max_position_embeddings", int)
     heads = fields.take("num_attention_heads", int)
     layers = fields.take("num_hidden_layers", int)
-    if not 1 <= layers <= MOST_BLOCKS:
+    if not 1 <= layers <= MAX_BLOCKS:
         raise fields.refused("num_hidden_layers", layers)
     biases = BIASES.get(model_type, (False, False))
     if fields.take("attention_bias", bool, False):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.layer_spec import MOST_AT_ONCE, LayerSpec
+from arbcli.config.layer_spec import MAX_CHUNK, LayerSpec
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.output.symbol_losses import add_symbols_, grade_symbols_
 from arbcli.kernels.rows.table_rows import scatter_rows_
@@ -100,7 +100,7 @@ class SymbolWeight(LinearWeight):
             area=area,
             std=head_std(dim) if std is None else std,
             lr_factor=head_lr_factor(spec) if lr_factor is None else lr_factor,
-            matrices=-(-vocabulary // MOST_AT_ONCE),
+            matrices=-(-vocabulary // MAX_CHUNK),
         )
 
     @property

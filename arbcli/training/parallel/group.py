@@ -16,9 +16,9 @@ from torch import Tensor
 from arbcli.base.errors import ArbError, quoted
 from arbcli.training.parallel.process import (
     SAME_PROGRAM,
-    called,
-    check_alone,
-    explained_loss,
+    check_single_process,
+    lost_process_errors,
+    process_name,
     this_process,
 )
 
@@ -45,14 +45,14 @@ class Group:
         """Bytes that all processes together have received from others in a step."""
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
-    def remember(self, graph: torch.cuda.CUDAGraph) -> None:
+    def register_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         """Register a CUDA graph with collectives, to free it before the group is destroyed.
 
         NCCL waits for such graphs when it is destroyed or aborted, possibly for ever.
         """
         self._graphs.add(graph)
 
-    def forget_graphs(self) -> None:
+    def free_graphs(self) -> None:
         """Free the registered graphs."""
         for graph in [*self._graphs]:
             graph.reset()
@@ -82,7 +82,7 @@ class Group:
             return PendingTensor(sent[None])
         size = sizes[self.rank]
         result = sent.new_empty(self.size * size)
-        with explained_loss():
+        with lost_process_errors():
             work = dist.all_to_all_single(result, sent, [size] * self.size, [*sizes], async_op=True)
         self.received += (self.size - 1) * sum(sizes)
         return PendingTensor(result.view(self.size, size), work, sent)
@@ -99,13 +99,13 @@ class Group:
         """
         if self.size == 1:
             return PendingTensor(tensor)
-        with explained_loss():
+        with lost_process_errors():
             work = dist.broadcast(tensor, owner, async_op=True)
         self.received += (self.size - 1) * tensor.nbytes
         return PendingTensor(tensor, work)
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Gather the tensors of all micro-batches, in the order of these.
+        """Gather one tensor of each micro-batch over all processes, in the order of micro-batches.
 
         Args:
             tensors: one for each micro-batch of this process, all of the same shape.
@@ -114,7 +114,7 @@ class Group:
             return tensors
         stacked = torch.stack(tensors)
         gathered = [torch.empty_like(stacked) for _ in range(self.size)]
-        with explained_loss():
+        with lost_process_errors():
             dist.all_gather(gathered, stacked)
         self.received += self.size * (self.size - 1) * stacked.nbytes
         return [tensor for part in gathered for tensor in part]
@@ -131,7 +131,7 @@ class Group:
         if self.size == 1:
             return tensor
         result = tensor.clone()
-        with explained_loss():
+        with lost_process_errors():
             dist.all_reduce(result, op)
         self.received += 2 * (self.size - 1) * result.nbytes
         return result
@@ -141,7 +141,7 @@ class Group:
         if self.size == 1:
             return [*numbers]
         maxima = torch.tensor(numbers, dtype=torch.int64, device=CPU)
-        with explained_loss():
+        with lost_process_errors():
             dist.all_reduce(maxima, dist.ReduceOp.MAX)
         return maxima.tolist()
 
@@ -150,7 +150,7 @@ class Group:
         if self.size == 1:
             return value
         values = [value]
-        with explained_loss():
+        with lost_process_errors():
             dist.broadcast_object_list(values, 0, device=CPU)
         return values[0]
 
@@ -174,7 +174,7 @@ class Group:
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        with explained_loss():
+        with lost_process_errors():
             dist.all_gather_object(gathered, value)
         return gathered
 
@@ -193,10 +193,8 @@ class Group:
         for rank, other in enumerate(gathered):
             names = [n for n in values.keys() | other.keys() if gathered[0].get(n) != other.get(n)]
             if names:
-                listed = quoted(sorted(names)[:5])
-                raise ArbError(
-                    f"{called(rank, self._hosts)} has another {kind} than process 0: {listed}", hint
-                )
+                name, listed = process_name(rank, self._hosts), quoted(sorted(names)[:5])
+                raise ArbError(f"{name} has another {kind} than process 0: {listed}", hint)
 
     def fetch(self, tensor: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
         """Send a tensor from its owner to rank 0.
@@ -211,7 +209,7 @@ class Group:
         """
         if owner == 0:
             return tensor if self.first else None
-        with explained_loss():
+        with lost_process_errors():
             if tensor is not None and self.rank == owner:
                 _exchange(dist.P2POp(dist.isend, tensor.contiguous(), 0))
             elif self.first:
@@ -236,7 +234,7 @@ class PendingTensor:
     def wait(self) -> Tensor:
         """Wait for the result, on the current stream or on the host, and return it."""
         if self._work is not None:
-            with explained_loss():
+            with lost_process_errors():
                 self._work.wait()
             self._work = self._keep_alive = None
         return self._tensor
@@ -281,25 +279,25 @@ def joined(device: torch.device, command: str) -> Iterator[Group]:
     """
     process = this_process()
     if process.size == 1:
-        check_alone()
+        check_single_process()
         yield Group(device=device)
         return
     from arbcli.training.parallel.rendezvous import abort, connect
 
-    hosts, beats = connect(process, device, command)
+    hosts, heartbeat = connect(process, device, command)
     group = Group(process.rank, process.size, device, hosts)
     try:
         yield group
     except BaseException as error:
-        explained = None if beats is None else beats.leave(error)
-        group.forget_graphs()
+        explained = None if heartbeat is None else heartbeat.leave(error)
+        group.free_graphs()
         abort()
         if explained is not None:
             raise explained from error
         raise
-    if beats is not None:
-        beats.stop()
+    if heartbeat is not None:
+        heartbeat.stop()
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # running graphs cannot be freed
-    group.forget_graphs()
+    group.free_graphs()
     dist.destroy_process_group()

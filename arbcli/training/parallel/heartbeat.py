@@ -16,7 +16,7 @@ from arbcli.base.environment import number_in
 from arbcli.base.errors import ArbError
 from arbcli.base.signals import Interrupted
 from arbcli.training.parallel.launch import fail_once
-from arbcli.training.parallel.process import RESUME, LostProcess, call_with_timeout, called
+from arbcli.training.parallel.process import RESUME, LostProcess, call_with_timeout, process_name
 
 LOST = "ARB_LOST_SECONDS"
 """Environment variable with the time in seconds after which a silent process is lost."""
@@ -53,9 +53,9 @@ class Heartbeat:
         self._keys = [f"beat-{rank}" for rank in range(len(hosts))]
         self._seen: list[tuple[int, float]] = [(0, 0.0)] * len(hosts)
         """Counter of each process, and when it last changed."""
-        self._suspects, self._knows, self._left = Event(), Event(), Event()
+        self._suspects, self._has_reason, self._left = Event(), Event(), Event()
         self._reason = ""
-        """Why the run ended, once `_knows` is set."""
+        """Why the run ended, once `_has_reason` is set."""
         self._store.add(self._keys[rank], 1)
 
     def start(self) -> None:
@@ -66,7 +66,7 @@ class Heartbeat:
     def stop(self) -> None:
         """Leave the run at its end."""
         self._left.set()
-        self._tell(lambda: self._store.add(self._keys[self._rank], DONE))
+        self._write_to_store(lambda: self._store.add(self._keys[self._rank], DONE))
 
     def leave(self, error: BaseException) -> ArbError | None:
         """Leave the run after an error, and tell the others.
@@ -76,15 +76,15 @@ class Heartbeat:
         """
         if isinstance(error, LostProcess):
             self._suspects.set()
-            self._knows.wait(min(self._limit, SUSPECT_SECONDS) + 3 * BEAT_SECONDS)
+            self._has_reason.wait(min(self._limit, SUSPECT_SECONDS) + 3 * BEAT_SECONDS)
         self._left.set()
         lost = None
-        if self._knows.is_set() and isinstance(error, LostProcess | Interrupted):
+        if self._has_reason.is_set() and isinstance(error, LostProcess | Interrupted):
             lost = ArbError(self._reason, RESUME)
         else:
             text = str(error).splitlines()[:1] or [type(error).__name__]
-            reason = f"{called(self._rank, self._hosts)} failed: {text[0]}"
-            self._tell(lambda: self._store.compare_set(REASON, "", reason))
+            reason = f"{process_name(self._rank, self._hosts)} failed: {text[0]}"
+            self._write_to_store(lambda: self._store.compare_set(REASON, "", reason))
         if self._rank == 0:  # the store may end with this process, and others are to read it
             time.sleep(1.5 * BEAT_SECONDS)
         return lost
@@ -98,12 +98,12 @@ class Heartbeat:
             try:
                 reason = call_with_timeout(self._limit, self._beat)
             except TimeoutError:
-                machine = f"the machine of {called(0, self._hosts)}"
+                machine = f"the machine of {process_name(0, self._hosts)}"
                 reason = f"no answer for {self._limit:.0f} s from {machine}"
             except RuntimeError:  # the store is closed
-                reason = f"{called(0, self._hosts)} or its machine is lost"
+                reason = f"{process_name(0, self._hosts)} or its machine is lost"
         self._reason = f"the run ended: {reason}"
-        self._knows.set()
+        self._has_reason.set()
         if not self._left.wait(LEAVE_SECONDS):
             fail_once(self._reason, RESUME)
             os._exit(2)
@@ -125,11 +125,11 @@ class Heartbeat:
             return None
         silent = [rank for rank in ages if ages[rank] > limit / 2]
         first, *others = sorted(silent, key=lambda rank: -ages[rank])
-        more = f" and {len(others)} more" if others else ""
-        reason = f"no answer for {limit:.0f} s from {called(first, self._hosts)}{more}"
+        others_text = f" and {len(others)} more" if others else ""
+        reason = f"no answer for {limit:.0f} s from {process_name(first, self._hosts)}{others_text}"
         return self._store.compare_set(REASON, "", reason).decode()  # the first is decisive
 
-    def _tell(self, call: Callable[[], object]) -> None:
+    def _write_to_store(self, call: Callable[[], object]) -> None:
         """Write to the store, which may be lost or unreachable."""
         with suppress(RuntimeError, TimeoutError):
             call_with_timeout(LEAVE_SECONDS, call)

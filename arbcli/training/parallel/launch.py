@@ -23,9 +23,9 @@ from arbcli.training.parallel.process import STORE
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable of `torchrun`: a file in a folder of the process, in a private one of the attempt."""
 POLL_SECONDS = 0.05
-SAY_SECONDS = 1
-"""Time for a process that fails to print its error, from which those of the others follow."""
-ASK_SECONDS, KILL_SECONDS = 2, 25
+PRINT_SECONDS = 1
+"""Time for the failed process to print its error, which causes the errors of the others."""
+TERMINATE_SECONDS, KILL_SECONDS = 2, 25
 """Seconds after a failure until other processes get SIGTERM, and until they are killed."""
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: signal to receive when the parent ends."""
@@ -73,7 +73,7 @@ def launch(command: Sequence[str], number: int) -> Failure | None:
 
 def fail_once(message: str, hint: str | None = None) -> None:
     """Print an error, unless another process of this machine has printed it."""
-    if not _is_said(message):
+    if not _is_printed(message):
         fail(message, hint)
 
 
@@ -82,16 +82,16 @@ def fail_lost(message: str, hint: str | None) -> None:
     if STORE not in os.environ:
         fail_once(message, hint)
         return
-    folder, until = Path(os.environ[STORE]).parent, time.monotonic() + SAY_SECONDS
+    folder, until = Path(os.environ[STORE]).parent, time.monotonic() + PRINT_SECONDS
     while not any(folder.glob("?" * 2 * sha256().digest_size)):
         if time.monotonic() > until:
-            if not _is_said("lost"):
+            if not _is_printed("lost"):
                 fail(message, hint)
             return
         time.sleep(POLL_SECONDS)
 
 
-def _is_said(message: str) -> bool:
+def _is_printed(message: str) -> bool:
     """Return whether a process of the same launcher has printed an error; mark it as printed."""
     if STORE in os.environ:
         folder = Path(os.environ[STORE]).parent
@@ -115,10 +115,10 @@ def _start(command: Sequence[str], variables: dict[str, str]) -> Popen:
     Signals of the terminal therefore only reach the launcher.
     """
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | variables
-    first = None
+    preexec = None
     if sys.platform == "linux":
-        first = partial(_end_with, os.getpid(), ctypes.CDLL(None).prctl)
-    return Popen(command, env=environment, start_new_session=True, preexec_fn=first)
+        preexec = partial(_end_with, os.getpid(), ctypes.CDLL(None).prctl)
+    return Popen(command, env=environment, start_new_session=True, preexec_fn=preexec)
 
 
 def _end_with(parent: int, prctl: Callable[[int, int], int]) -> None:
@@ -131,7 +131,7 @@ def _end_with(parent: int, prctl: Callable[[int, int], int]) -> None:
 def _first_failure(processes: Sequence[Popen], stop: RememberedSignal) -> Failure | None:
     """Wait until all processes have ended, or until `KILL_SECONDS` after a failure."""
     running, failure = dict(enumerate(processes)), None
-    forwarded = asked = False
+    forwarded = terminated = False
     while running:
         if stop.received and not forwarded:
             forwarded = True
@@ -154,8 +154,8 @@ def _first_failure(processes: Sequence[Popen], stop: RememberedSignal) -> Failur
             seconds = time.monotonic() - failed_at
             if seconds > KILL_SECONDS:
                 break
-            if seconds > ASK_SECONDS and not asked:
-                asked = True
+            if seconds > TERMINATE_SECONDS and not terminated:
+                terminated = True
                 for process in running.values():
                     process.terminate()
         time.sleep(POLL_SECONDS if running else 0)

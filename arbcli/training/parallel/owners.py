@@ -27,7 +27,7 @@ over memory: thirty operations against twenty bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class SumFormat:
     """Integer format of summed gradients in a message."""
 
     dtype: torch.dtype
@@ -42,11 +42,11 @@ class Sums:
         return rows * columns * self.dtype.itemsize, low
 
 
-SUMS = (
-    Sums(torch.int8, has_low=False, largest=127),
-    Sums(torch.int8, has_low=True, largest=LARGEST_OF_PLANES),
-    Sums(torch.int16, has_low=False, largest=32767),
-    Sums(torch.int32, has_low=False, largest=(2**31 - 1) // LARGEST_BLOCK),
+SUM_FORMATS = (
+    SumFormat(torch.int8, has_low=False, largest=127),
+    SumFormat(torch.int8, has_low=True, largest=LARGEST_OF_PLANES),
+    SumFormat(torch.int16, has_low=False, largest=32767),
+    SumFormat(torch.int32, has_low=False, largest=(2**31 - 1) // LARGEST_BLOCK),
 )
 """Formats in the order of size."""
 
@@ -125,9 +125,9 @@ def owner_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:
 def cost(tensor: TernaryTensor) -> float:
     """Estimate the cost of a tensor's step, in units of memory traffic for one weight."""
     direction = tensor.direction
-    small = min(tensor.out_features // tensor.matrices, tensor.in_features)
+    smaller_side = min(tensor.out_features // tensor.matrices, tensor.in_features)
     orthogonal = direction is not None and type(direction).__name__ == "Orthogonal"
-    return tensor.num_weights * (1 + small * ORTHOGONAL_COST * orthogonal)
+    return tensor.num_weights * (1 + smaller_side * ORTHOGONAL_COST * orthogonal)
 
 
 def assign_owners(tensors: Iterable[TernaryTensor], size: int) -> dict[int, int]:
@@ -140,8 +140,8 @@ def assign_owners(tensors: Iterable[TernaryTensor], size: int) -> dict[int, int]
     return owners
 
 
-def plan(
-    tensors: Iterable[TernaryTensor], owners: dict[int, int], size: int, sums: Sums
+def plan_buckets(
+    tensors: Iterable[TernaryTensor], owners: dict[int, int], size: int, sums: SumFormat
 ) -> list[Bucket]:
     """Lay out the messages of a step.
 

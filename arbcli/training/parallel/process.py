@@ -56,11 +56,11 @@ def this_process(environment: Mapping[str, str] = os.environ) -> ProcessRank:
     return ProcessRank(rank, size, local_rank, one_machine)
 
 
-def check_alone(environment: Mapping[str, str] = os.environ) -> None:
-    """Check that a process that trains alone is not one of several of another launcher.
+def check_single_process(environment: Mapping[str, str] = os.environ) -> None:
+    """Check that a single-process run was not started by a launcher of several processes.
 
     Raises:
-        ArbError: its rank is set, but not all other variables.
+        ArbError: `RANK` is set, but not all other variables of `torchrun`.
     """
     missing = [name for name in (*RANKS, *MASTER) if name not in environment]
     size = environment.get("WORLD_SIZE", "1")
@@ -71,8 +71,8 @@ def check_alone(environment: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def called(rank: int, hosts: Sequence[str]) -> str:
-    """Name a process, and its machine if there are several.
+def process_name(rank: int, hosts: Sequence[str]) -> str:
+    """Return the name of a process for messages, with its machine if there are several.
 
     Args:
         rank: rank of the process.
@@ -82,7 +82,7 @@ def called(rank: int, hosts: Sequence[str]) -> str:
 
 
 @contextmanager
-def explained_loss() -> Iterator[None]:
+def lost_process_errors() -> Iterator[None]:
     """Convert torch's error about a lost process to a `LostProcess`."""
     try:
         yield

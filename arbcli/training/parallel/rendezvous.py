@@ -25,8 +25,8 @@ from arbcli.training.parallel.process import (
     TOGETHER,
     ProcessRank,
     call_with_timeout,
-    called,
-    explained_loss,
+    lost_process_errors,
+    process_name,
 )
 from arbcli.version import __version__
 
@@ -43,7 +43,7 @@ POLL_SECONDS = 0.05
 READ_SECONDS = 2
 """Time for which process 0 waits for others to read the outcome: the store may end with it."""
 OUTCOME, READERS = "outcome", "readers"
-ALL_HERE = "all are here"
+ALL_JOINED = "all processes have joined"
 
 
 def seconds_to_join() -> int:
@@ -74,12 +74,12 @@ def connect(
     """
     if process.one_machine:
         os.environ |= INTERFACES
-    with explained_loss():
-        store, hosts = meet(process, command)
-    beats = None
+    with lost_process_errors():
+        store, hosts = wait_for_all(process, command)
+    heartbeat = None
     if STORE not in os.environ:
         heartbeat_store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-        beats = Heartbeat(heartbeat_store, process.rank, hosts)
+        heartbeat = Heartbeat(heartbeat_store, process.rank, hosts)
     uses_gpus = device.type == "cuda"
 
     def initialise() -> None:
@@ -95,16 +95,16 @@ def connect(
 
     seconds = seconds_to_join()
     try:
-        with explained_loss():
+        with lost_process_errors():
             call_with_timeout(seconds, initialise)
     except TimeoutError:
         raise ArbError(
             f"another process of the run ended, or does not connect within {seconds} s",
             f"{SAME_PROGRAM}, or set `{WAIT}` to wait longer",
         ) from None
-    if beats is not None:
-        beats.start()
-    return hosts, beats
+    if heartbeat is not None:
+        heartbeat.start()
+    return hosts, heartbeat
 
 
 def abort() -> None:
@@ -119,7 +119,7 @@ def abort() -> None:
     thread.join(ABORT_SECONDS)
 
 
-def meet(process: ProcessRank, command: str) -> tuple[dist.Store, list[str]]:
+def wait_for_all(process: ProcessRank, command: str) -> tuple[dist.Store, list[str]]:
     """Wait for all processes, and check that they run the same program.
 
     Args:
@@ -137,7 +137,7 @@ def meet(process: ProcessRank, command: str) -> tuple[dist.Store, list[str]]:
     store = _open_store(process, seconds)
     store.set_timeout(STORE_TIMEOUT)
     keys = [f"program-{rank}" for rank in range(process.size)]
-    store.set(keys[process.rank], json.dumps([socket.gethostname(), program(command)]))
+    store.set(keys[process.rank], json.dumps([socket.gethostname(), fingerprint(command)]))
     outcome = None
     while outcome is None:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -145,7 +145,7 @@ def meet(process: ProcessRank, command: str) -> tuple[dist.Store, list[str]]:
             outcome = store.get(OUTCOME).decode()
         elif not missing:
             hosts, programs = zip(*(json.loads(store.get(key)) for key in keys), strict=True)
-            outcome = _difference(programs, hosts) or ALL_HERE
+            outcome = _difference(programs, hosts) or ALL_JOINED
         elif time.monotonic() > deadline:
             listed = ", ".join(map(str, missing[:5]))
             outcome = f"of {process.size} processes these did not join within {seconds} s: {listed}"
@@ -154,11 +154,11 @@ def meet(process: ProcessRank, command: str) -> tuple[dist.Store, list[str]]:
             time.sleep(POLL_SECONDS)
     outcome = store.compare_set(OUTCOME, "", outcome).decode()  # the first outcome is decisive
     readers = store.add(READERS, 1)
-    if outcome == ALL_HERE:
+    if outcome == ALL_JOINED:
         return store, [json.loads(store.get(key))[0] for key in keys]
     until = time.monotonic() + READ_SECONDS
     while process.rank == 0 and time.monotonic() < until:
-        if readers == sum(store.check([key]) for key in keys):  # all that are here
+        if readers == sum(store.check([key]) for key in keys):  # all that have joined
             break
         time.sleep(POLL_SECONDS)
         readers = store.add(READERS, 0)
@@ -166,7 +166,7 @@ def meet(process: ProcessRank, command: str) -> tuple[dist.Store, list[str]]:
     raise ArbError(message, hint or SAME_PROGRAM)
 
 
-def program(command: str) -> dict[str, str]:
+def fingerprint(command: str) -> dict[str, str]:
     """Return the properties that must be equal in all processes, by name."""
     return {
         "command": command,
@@ -189,12 +189,12 @@ def source_digest(package: Path = Path(__file__).parents[2]) -> str:
 
 def _difference(programs: Sequence[dict[str, str]], hosts: Sequence[str]) -> str | None:
     """Describe the first difference from process 0; None if there is none."""
-    for rank, other in enumerate(programs):
+    for rank, program in enumerate(programs):
         for name, value in programs[0].items():
-            if other.get(name) != value:
+            if program.get(name) != value:
                 return (
-                    f"{called(rank, hosts)} has another {name} than process 0:"
-                    f" `{other.get(name)}`, and not `{value}`"
+                    f"{process_name(rank, hosts)} has another {name} than process 0:"
+                    f" `{program.get(name)}`, and not `{value}`"
                 )
     return None
 
@@ -212,8 +212,8 @@ def _open_store(process: ProcessRank, seconds: int) -> dist.Store:
         dist.TCPStore, host, port, process.size, timeout=STORE_TIMEOUT, wait_for_workers=False
     )
     # torchrun's own process may hold the store instead
-    holds = process.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    if holds:
+    hosts_store = process.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    if hosts_store:
         store = partial(store, is_master=True, master_listen_fd=_listen(host, port))
     try:
         opened = call_with_timeout(seconds, store)

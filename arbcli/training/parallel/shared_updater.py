@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.training import MOST_FINELY_SUMMED, TrainConfig
+from arbcli.config.training import MAX_INT16_SUMMED, TrainConfig
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
 from arbcli.kernels.runtime.arguments import TensorOptions
@@ -26,28 +26,28 @@ from arbcli.model.updater import HELD_BYTES, Updater
 from arbcli.training.parallel.group import Group, PendingTensor
 from arbcli.training.parallel.owners import (
     ALIGNMENT,
-    SUMS,
+    SUM_FORMATS,
     Bucket,
     Member,
-    Sums,
+    SumFormat,
     assign_owners,
     broadcast_buffers,
     owner_buffers,
-    plan,
+    plan_buckets,
     rounded_up,
 )
 
-LARGEST = {"int8": 127, "int12": 2047, "int16": 32767}
+MAX_QUANTISED = {"int8": 127, "int12": 2047, "int16": 32767}
 """Maximum magnitude of a quantised gradient, by `reduce_dtype`."""
-MOST_NARROWED = {"int8": 4, "int12": 4, "int16": MOST_FINELY_SUMMED}
-"""Up to this many micro-batches, gradients are narrowed so that their sum needs no more bits."""
+MAX_NARROWED = {"int8": 4, "int12": 4, "int16": MAX_INT16_SUMMED}
+"""Maximum number of micro-batches for which gradients are narrowed to keep the width of sums."""
 HEADROOM = {"int8": 0, "int12": 0, "int16": 2}
-"""Bits above the largest element of a row, so that those of later gradients are not clipped."""
-LARGEST_OF_ROWS = 127
+"""Spare bits above the largest element of a row, so that larger later gradients are not clipped."""
+MAX_ROW_VALUE = 127
 """Maximum magnitude in the quantised gradient of a table's row."""
 WIRE_SEED = 0x5BD1E995
 """XORed with the seed, so that quantisation uses other random bits than updates."""
-STEPS_OF_AN_OCTAVE = 16
+STEPS_PER_OCTAVE = 16
 """Steps in which an exponent falls by at most one. Maxima of rows vary from step to step, and
 clipping is worse than coarse rounding."""
 MAX_IN_FLIGHT = 1
@@ -59,10 +59,10 @@ def part_limit(reduce_dtype: str, micro_batches: int) -> int:
 
     It does not depend on the number of processes.
     """
-    return LARGEST[reduce_dtype] // min(micro_batches, MOST_NARROWED[reduce_dtype])
+    return MAX_QUANTISED[reduce_dtype] // min(micro_batches, MAX_NARROWED[reduce_dtype])
 
 
-def sums_for(limit: int, local: int, micro_batches: int) -> Sums:
+def sums_for(limit: int, local: int, micro_batches: int) -> SumFormat:
     """Choose the smallest integer format in which sums do not overflow.
 
     Args:
@@ -73,9 +73,9 @@ def sums_for(limit: int, local: int, micro_batches: int) -> Sums:
     Raises:
         ValueError: no format is large enough.
     """
-    if limit * micro_batches <= SUMS[-1].largest:
-        return next(sums for sums in SUMS if limit * local <= sums.largest)
-    raise ValueError(f"{micro_batches} parts of {limit} are too many to add up")
+    if limit * micro_batches <= SUM_FORMATS[-1].largest:
+        return next(sums for sums in SUM_FORMATS if limit * local <= sums.largest)
+    raise ValueError(f"the sum of {micro_batches} gradients of up to {limit} overflows int32")
 
 
 class SharedUpdater(Updater):
@@ -123,7 +123,7 @@ class SharedUpdater(Updater):
         """1 in steps in which exponents may fall, else 0."""
         self.owners = assign_owners(self.tensors, group.size)
         """Rank of the owner by the `id` of a tensor."""
-        self.buckets = plan(self.tensors, self.owners, group.size, self.sums)
+        self.buckets = plan_buckets(self.tensors, self.owners, group.size, self.sums)
         self._bucket_of = {
             (id(member.tensor), member.matrices.start): (bucket, member)
             for bucket in self.buckets
@@ -131,34 +131,34 @@ class SharedUpdater(Updater):
         }
         self.received = 0
         """Bytes that all processes together received from others in the last step."""
-        self._kept = {
+        self._owner_layout = {
             id(tensor): {n: (part.shape, part.dtype) for n, part in owner_buffers(tensor).items()}
             for tensor in self.tensors
         }
         """Shapes and dtypes of the buffers that are only valid in the owner, by tensor and name."""
-        self._forget()
-        self._release()
+        self._reset_step()
+        self._free_unowned_buffers()
 
-    def _forget(self) -> None:
+    def _reset_step(self) -> None:
         """Reset the state of a step."""
-        self._sent: dict[int, Tensor] = {}
+        self._messages: dict[int, Tensor] = {}
         self._written: set[Member] = set()
-        self._arrived: dict[int, int] = {}
+        self._arrived_rows: dict[int, int] = {}
         self._payloads: dict[int, list[Tensor]] = {}
         self._num_rows: dict[int, int] = {}
         self._launched: set[int] = set()
-        self._up: deque[tuple[Bucket, PendingTensor]] = deque()
-        self._down: deque[tuple[Bucket, list[tuple[int, PendingTensor]]]] = deque()
+        self._reductions: deque[tuple[Bucket, PendingTensor]] = deque()
+        self._broadcasts: deque[tuple[Bucket, list[tuple[int, PendingTensor]]]] = deque()
         self._measured: dict[int, Tensor] | None = None
 
-    def _release(self) -> None:
+    def _free_unowned_buffers(self) -> None:
         """Free the buffers that only other owners need."""
         for tensor in self.tensors:
             if self.owners[id(tensor)] != self.group.rank:
                 for name, part in owner_buffers(tensor).items():
                     setattr(tensor, name, part[:0].clone())
 
-    def common(self, model: nn.Module) -> dict[str, Tensor]:
+    def replicated_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the state of a model that is replicated in all processes, by name."""
         layout = self.layout(model)
         return {name: part for name, part in model.state_dict().items() if name not in layout}
@@ -168,7 +168,7 @@ class SharedUpdater(Updater):
         modules = _names(model)
         return {
             f"{modules[key]}.{name}": torch.empty(shape, dtype=dtype, device="meta")
-            for key, buffers in self._kept.items()
+            for key, buffers in self._owner_layout.items()
             for name, (shape, dtype) in buffers.items()
         }
 
@@ -186,7 +186,7 @@ class SharedUpdater(Updater):
         layout, tensors = self.layout(model), {}
         for tensor in self.tensors:
             owner = self.owners[id(tensor)]
-            for buffer in self._kept[id(tensor)]:
+            for buffer in self._owner_layout[id(tensor)]:
                 name = f"{modules[id(tensor)]}.{buffer}"
                 part = self.group.fetch(getattr(tensor, buffer), layout[name], owner)
                 if part is not None:
@@ -223,14 +223,14 @@ class SharedUpdater(Updater):
         size = (len(local) + 1) // 2 + 1
         outer = torch.zeros(len(steps), size, dtype=torch.int64, device="cpu")
         outer.view(torch.int32)[:, : len(local)] = numbers * self.micro_batches + local
-        falls = numbers % STEPS_OF_AN_OCTAVE == STEPS_OF_AN_OCTAVE - 1
+        falls = numbers % STEPS_PER_OCTAVE == STEPS_PER_OCTAVE - 1
         outer[:, -1:].view(torch.int8)[:, :1] = falls
         return torch.cat([super().step_parameters(steps, rates, 1), outer], dim=1)
 
     def begin_micro(self, micro: int) -> None:
         """Prepare for the backward of the process's micro-batch `micro`, from 0."""
         if micro == 0:
-            self._forget()
+            self._reset_step()
             self.group.received = 0
             super().begin_micro(0)
         self.last = micro == len(self.local) - 1
@@ -258,15 +258,15 @@ class SharedUpdater(Updater):
         if self._measured is not None:
             self._measure(member, grad)
             return
-        sums, low, fitting = self._own_sums(bucket, member)
+        sums, low, fitting = self._local_sums(bucket, member)
         quantised.quantise_gradient(
             grad, tensor.wire_exponent[member.rows, 0], self._key(tensor, first), sums, low,
             fitting, self.limit, block_of(tensor.in_features), member in self._written,
         )  # fmt: skip
         self._written.add(member)
         if self.last:
-            arrived = self._arrived.get(id(bucket), 0) + len(grad)
-            self._arrived[id(bucket)] = arrived
+            arrived = self._arrived_rows.get(id(bucket), 0) + len(grad)
+            self._arrived_rows[id(bucket)] = arrived
             if arrived == bucket.rows:
                 self._launch(bucket)
 
@@ -275,12 +275,12 @@ class SharedUpdater(Updater):
         for bucket in self.buckets:
             if id(bucket) not in self._launched:
                 self._launch(bucket)
-        while self._up:
+        while self._reductions:
             self._complete()
-        while self._down:
+        while self._broadcasts:
             self._receive()
         super().finish()
-        self._forget()
+        self._reset_step()
         self.received = self.group.received
 
     def _largest(self, flag: Tensor) -> Tensor:
@@ -289,13 +289,13 @@ class SharedUpdater(Updater):
     def _key(self, tensor: TernaryTensor, matrix: int) -> Tensor:
         return self._keys[self.index_of(tensor) + matrix, 0]
 
-    def _own_sums(self, bucket: Bucket, member: Member) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _local_sums(self, bucket: Bucket, member: Member) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the buffers of a tensor's sums in this process: see `_read_sums`."""
-        if id(bucket) not in self._sent:
-            like: TensorOptions = {"dtype": torch.uint8, "device": self.device}
-            self._sent[id(bucket)] = torch.empty(sum(bucket.up_sizes), **like)
+        if id(bucket) not in self._messages:
+            options: TensorOptions = {"dtype": torch.uint8, "device": self.device}
+            self._messages[id(bucket)] = torch.empty(sum(bucket.up_sizes), **options)
         begin = sum(bucket.up_sizes[: member.owner])
-        message = self._sent[id(bucket)][begin : begin + bucket.up_sizes[member.owner]]
+        message = self._messages[id(bucket)][begin : begin + bucket.up_sizes[member.owner]]
         sums, low, fitting = self._read_sums(message[None], member)
         return sums[0], None if low is None else low[0], fitting[0]
 
@@ -327,20 +327,20 @@ class SharedUpdater(Updater):
             sent = torch.cat(payloads)
             sizes[bucket.members[0].owner] = len(sent)
         else:
-            if id(bucket) not in self._sent:
+            if id(bucket) not in self._messages:
                 return
-            self._fill_missing(bucket)
-            sent, sizes = self._sent.pop(id(bucket)), bucket.up_sizes
-        self._up.append((bucket, self.group.send_to_owners(sent, sizes)))
-        while len(self._up) > MAX_IN_FLIGHT:
+            self._zero_missing(bucket)
+            sent, sizes = self._messages.pop(id(bucket)), bucket.up_sizes
+        self._reductions.append((bucket, self.group.send_to_owners(sent, sizes)))
+        while len(self._reductions) > MAX_IN_FLIGHT:
             self._complete()
 
-    def _fill_missing(self, bucket: Bucket) -> None:
-        if self._arrived.get(id(bucket), 0) == bucket.rows:
+    def _zero_missing(self, bucket: Bucket) -> None:
+        if self._arrived_rows.get(id(bucket), 0) == bucket.rows:
             return
         for member in bucket.members:
             if member not in self._written:
-                sums, low, fitting = self._own_sums(bucket, member)
+                sums, low, fitting = self._local_sums(bucket, member)
                 sums.zero_()
                 if low is not None:
                     low.zero_()
@@ -348,8 +348,8 @@ class SharedUpdater(Updater):
 
     def _complete(self) -> None:
         """Step the owned tensors of a received bucket, and broadcast them."""
-        bucket, travelling = self._up.popleft()
-        parts = travelling.wait()
+        bucket, pending = self._reductions.popleft()
+        parts = pending.wait()
         if self._is_table(bucket):
             self._complete_rows(bucket, parts)
             return
@@ -378,8 +378,8 @@ class SharedUpdater(Updater):
                 if owner == self.group.rank:
                     fill(message)
                 broadcasts.append((owner, self.group.broadcast(message, owner)))
-        self._down.append((bucket, broadcasts))
-        while len(self._down) > MAX_IN_FLIGHT:
+        self._broadcasts.append((bucket, broadcasts))
+        while len(self._broadcasts) > MAX_IN_FLIGHT:
             self._receive()
 
     def _step(self, member: Member, sums: Tensor, low: Tensor | None, fitting: Tensor) -> None:
@@ -407,9 +407,9 @@ class SharedUpdater(Updater):
 
     def _receive(self) -> None:
         """Apply the broadcasts of a bucket's owners."""
-        bucket, broadcasts = self._down.popleft()
-        for owner, travelling in broadcasts:
-            message = travelling.wait()
+        bucket, broadcasts = self._broadcasts.popleft()
+        for owner, pending in broadcasts:
+            message = pending.wait()
             if owner == self.group.rank:
                 continue
             if self._is_table(bucket):
@@ -425,13 +425,13 @@ class SharedUpdater(Updater):
     def _take_rows(self, tensor: TernaryTensor, grad: Tensor, touched: TouchedRows) -> None:
         """Quantise the touched rows of a table, each with its own exponent."""
         bucket, _ = self._bucket_of[id(tensor), 0]
-        exponent = quantised.fitting_exponents(grad.abs().amax(dim=1).float(), LARGEST_OF_ROWS)
+        exponent = quantised.fitting_exponents(grad.abs().amax(dim=1).float(), MAX_ROW_VALUE)
         sums = torch.empty(grad.shape, dtype=torch.int8, device=grad.device)
         dividing = torch.where(exponent == quantised.NOT_FINITE, quantised.NONE, exponent)
         fitting = torch.empty_like(exponent)
         key = self._key(tensor, 0)
         quantised.quantise_gradient(
-            grad, dividing, key, sums, None, fitting, LARGEST_OF_ROWS, 1, False
+            grad, dividing, key, sums, None, fitting, MAX_ROW_VALUE, 1, False
         )
         rows = touched.rows.to(torch.int32).view(torch.uint8)
         parts = [rows, exponent.view(torch.uint8), sums.view(torch.uint8).flatten()]
@@ -516,40 +516,40 @@ class SharedUpdater(Updater):
     @property
     def needs_measuring(self) -> bool:
         """Whether no exponents are known yet; synchronises with the device."""
-        return all(bool((t.wire_exponent == quantised.NONE).all()) for t in self._measurable())
+        return all(bool((t.wire_exponent == quantised.NONE).all()) for t in self._quantised())
 
-    def _measurable(self) -> list[TernaryTensor]:
+    def _quantised(self) -> list[TernaryTensor]:
         return [tensor for tensor in self.tensors if hasattr(tensor, "wire_exponent")]
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Only measure gradients in the block, and set the exponents afterwards."""
-        self._forget()
+        self._reset_step()
         self._measured = {
             id(tensor): torch.full_like(tensor.wire_exponent[:, 0], quantised.NONE)
-            for tensor in self._measurable()
+            for tensor in self._quantised()
         }
         yield
-        measured = torch.cat([self._measured[id(tensor)] for tensor in self._measurable()])
-        parts = self.group.largest(measured).split([t.out_features for t in self._measurable()])
-        for tensor, fitting in zip(self._measurable(), parts, strict=True):
+        measured = torch.cat([self._measured[id(tensor)] for tensor in self._quantised()])
+        parts = self.group.largest(measured).split([t.out_features for t in self._quantised()])
+        for tensor, fitting in zip(self._quantised(), parts, strict=True):
             exponent = tensor.wire_exponent[:, 0]
             exponent.copy_(next_exponents(exponent, fitting, self._fall, self.headroom))
-        self._forget()
+        self._reset_step()
 
     def _measure(self, member: Member, grad: Tensor) -> None:
         """Update the exponents that would fit a gradient."""
         if self._measured is None:
             raise ValueError("nothing is being measured")
-        so_far = self._measured[id(member.tensor)][member.rows]
-        none, fitting = torch.full_like(so_far, quantised.NONE), torch.empty_like(so_far)
+        exponent = self._measured[id(member.tensor)][member.rows]
+        unset, fitting = torch.full_like(exponent, quantised.NONE), torch.empty_like(exponent)
         sums = torch.empty(grad.shape, dtype=torch.int16, device=self.device)
         key = torch.zeros((), dtype=torch.int32, device=self.device)
         block = block_of(member.tensor.in_features)
-        quantised.quantise_gradient(grad, none, key, sums, None, fitting, self.limit, block, False)
-        so_far.copy_(torch.maximum(so_far, fitting))
+        quantised.quantise_gradient(grad, unset, key, sums, None, fitting, self.limit, block, False)
+        exponent.copy_(torch.maximum(exponent, fitting))
 
-    # what is counted
+    # counters
 
     def counters(self) -> dict[str, int]:
         """Return the counters of all processes: see `Updater.counters`."""
@@ -565,7 +565,7 @@ class SharedUpdater(Updater):
         """
         super().restore(counters if self.group.first else counters | {"refused": 0})
 
-    def bytes_a_weight(self) -> float:
+    def bytes_per_weight(self) -> float:
         """Return the mean number of bytes per weight that a process received in the last step."""
         return self.received / self.group.size / self.num_weights
 

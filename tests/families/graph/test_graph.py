@@ -14,7 +14,7 @@ from arbcli.config.presets import preset
 from arbcli.families.compressed.config import CompressedAttentionConfig
 from arbcli.model import decoding
 from arbcli.model.build import build_model
-from arbcli.training.step import minimised
+from arbcli.training.step import total_loss
 from arbcli.verify.reference import Reference
 
 PARTS = (
@@ -56,13 +56,13 @@ def test_twin_agrees_with_the_reference_in_losses_and_every_gradient(weights, se
         for name, part in lm.weights().items()
     }
     losses = lm.losses(ids[:, :-1], ids[:, 1:])
-    minimised(losses, lm.loss_weights).backward()
+    total_loss(losses, lm.loss_weights).backward()
     assert {"edges", "fullest_expert"} <= lm.gauges().keys()
     memories = dict(lm.named_buffers())
     logits, besides = Reference(leaves, lm.config, memories=memories)(ids[:, :-1])
     of_text = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     wanted = {"text": of_text} | besides
-    minimised(wanted, lm.loss_weights).backward()
+    total_loss(wanted, lm.loss_weights).backward()
     others = {"commitment"} if search == "nearest" else set()
     assert losses.keys() == wanted.keys() == {"text", "ponder"} | others
     for name, loss in losses.items():

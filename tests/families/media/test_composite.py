@@ -16,7 +16,7 @@ from arbcli.generation.decoder import Decoder
 from arbcli.generation.sampling import Sampling
 from arbcli.model.build import build_model
 from arbcli.training.configure import new_config
-from arbcli.training.step import minimised
+from arbcli.training.step import total_loss
 from arbcli.training.trainer import Trainer
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
@@ -36,7 +36,7 @@ def test_absent_kind_has_no_loss():
     assert all(float(losses[f"of_{kind}"].detach()) == 0.0 for kind in ("sound", "picture"))
     assert float(losses["of_text"].detach()) > 5
     assert CompositeConfig(text=0, sound=10).loss_weights["of_sound"] == 10
-    minimised(losses, lm.loss_weights).backward()
+    total_loss(losses, lm.loss_weights).backward()
 
 
 def test_a_text_is_made_by_steps_as_it_is_scored():

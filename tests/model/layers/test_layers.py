@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from arbcli.config.layer_spec import MOST_AT_ONCE
+from arbcli.config.layer_spec import MAX_CHUNK
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.presets import preset
 from arbcli.kernels.runtime import native
@@ -50,7 +50,7 @@ def batch(rows=3, length=16) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-@pytest.mark.parametrize("vocabulary", [256, MOST_AT_ONCE + 1])
+@pytest.mark.parametrize("vocabulary", [256, MAX_CHUNK + 1])
 def test_backward_of_a_head_without_a_sink_warns(vocabulary):
     """It would never be stepped. The gradients of a large one are formed chunk by chunk."""
     lm = build_model(replace(preset("tiny", **TINY), vocabulary=vocabulary), torch.float32)

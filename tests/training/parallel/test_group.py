@@ -17,11 +17,11 @@ from arbcli.model.build import build_model
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.training.parallel.group import Group, own_device
 from arbcli.training.parallel.owners import (
-    SUMS,
+    SUM_FORMATS,
     assign_owners,
     broadcast_buffers,
     owner_buffers,
-    plan,
+    plan_buckets,
 )
 from arbcli.training.parallel.shared_updater import next_exponents, part_limit, sums_for
 
@@ -118,8 +118,8 @@ def test_all_parts_of_a_message_begin_at_multiples_of_16_bytes(small_graph):
         model = build_model(model_of(small_graph))
         model.declare_wire()
     tensors = [tensor for tensor in model.weights().values() if not tensor.frozen]
-    for sums in SUMS:
-        buckets = plan(tensors, assign_owners(tensors, 3), 3, sums)
+    for sums in SUM_FORMATS:
+        buckets = plan_buckets(tensors, assign_owners(tensors, 3), 3, sums)
         begins = [
             begin for b in buckets for member in b.members for begin in (member.up, member.down)
         ]

@@ -80,7 +80,7 @@ def test_process_of_several_without_its_place_does_not_train_alone(name, monkeyp
     ],
 )
 def test_first_failure_ends_all_and_is_returned(text, failure, monkeypatch):
-    monkeypatch.setattr(launching, "ASK_SECONDS", 0.1)
+    monkeypatch.setattr(launching, "TERMINATE_SECONDS", 0.1)
     monkeypatch.setattr(launching, "KILL_SECONDS", 0.5)
     assert launch(script(text), 3) == failure
 

@@ -36,7 +36,7 @@ def order(monkeypatch):
     monkeypatch.setattr(group_module, "dist", imagined)
     monkeypatch.setattr(rendezvous, "dist", imagined)
     beats = SimpleNamespace(start=lambda: None, stop=lambda: None, leave=lambda error: None)
-    monkeypatch.setattr(rendezvous, "meet", lambda *_: (mock.Mock(), ["a", "b"]))
+    monkeypatch.setattr(rendezvous, "wait_for_all", lambda *_: (mock.Mock(), ["a", "b"]))
     monkeypatch.setattr(rendezvous, "Heartbeat", lambda *_: beats)
     with mock.patch.dict(os.environ, environment(0, 2, 1)):
         yield happened
@@ -52,10 +52,10 @@ def test_captured_step_is_freed_before_processes_part(error, end, order):
     graph = Graph(order)
     expected = pytest.raises(RuntimeError) if error else nullcontext()
     with expected, joined(torch.device("cpu"), "train") as group:
-        group.remember(graph)
+        group.register_graph(graph)
         if error:
             raise RuntimeError("any")
-    group.forget_graphs()  # there is none any more
+    group.free_graphs()  # there is none any more
     assert order == ["joined", "freed", end]
 
 

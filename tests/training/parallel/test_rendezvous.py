@@ -20,7 +20,7 @@ from arbcli.base.signals import Interrupted, RaisedSignal
 from arbcli.training.parallel import rendezvous
 from arbcli.training.parallel.group import CPU, joined
 from arbcli.training.parallel.process import STORE, ProcessRank
-from arbcli.training.parallel.rendezvous import WAIT, meet, program, source_digest
+from arbcli.training.parallel.rendezvous import WAIT, fingerprint, source_digest, wait_for_all
 
 
 @pytest.fixture(params=["file", "address"])
@@ -41,7 +41,7 @@ def outcomes(commands: dict[int, str], size: int) -> list[str]:
     def come(rank: int) -> str:
         try:
             process = ProcessRank(rank, size, rank)
-            stores.append(meet(process, commands[rank]))  # held until all are told
+            stores.append(wait_for_all(process, commands[rank]))  # held until all are told
         except ArbError as error:
             return f"{error}; {error.hint}"
         return "met"
@@ -70,9 +70,9 @@ def late_store(process: ProcessRank, seconds: int, open_store=rendezvous._open_s
     return SimpleNamespace(check=check, **{name: getattr(store, name) for name in names})
 
 
-@pytest.mark.parametrize("name", program("train"))
+@pytest.mark.parametrize("name", fingerprint("train"))
 def test_process_of_another_program_is_refused_by_all(name, place, monkeypatch):
-    monkeypatch.setattr(rendezvous, "program", lambda command: program("train") | {name: command})
+    monkeypatch.setattr(rendezvous, "fingerprint", lambda b: fingerprint("train") | {name: b})
     monkeypatch.setattr(rendezvous, "READ_SECONDS", 30)  # only until all have read it
     if name == "command":
         monkeypatch.setattr(rendezvous, "_open_store", late_store)
@@ -111,7 +111,7 @@ def connected(rank: int) -> str:
     """Join the others; process 1 ends once all have met."""
     with mock.patch.dict(os.environ, {WAIT: "2"}):
         if rank == 1:
-            meet(ProcessRank(1, 2, 1), "train")
+            wait_for_all(ProcessRank(1, 2, 1), "train")
             return "left"
         with pytest.raises(ArbError) as refused, joined(CPU, "train"):
             pass
@@ -137,7 +137,7 @@ def test_every_source_is_in_the_digest(tmp_path):
     without_cache = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(arbcli.__file__).parent, package, ignore=without_cache)
     assert source_digest(package) == source_digest()
-    assert program("train")["digest of arb's sources"] == source_digest()[:16]
+    assert fingerprint("train")["digest of arb's sources"] == source_digest()[:16]
     seen = {source_digest()}
     for name in ("__init__.py", "model/rules/moment.py", "kernels/runtime/native.c"):
         path = package / name

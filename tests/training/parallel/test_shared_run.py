@@ -32,7 +32,7 @@ def trained(group, texts, given, steps):
     saved, figures = trainer.checkpoint("text"), recent.as_json(0)
     losses = [*figures["losses"], trainer.evaluate(num_batches=4)]
     digests = {n: tensor_digest(n, part) for n, part in saved.tensors.items()}
-    return digests, losses, (saved.counters, figures["flips"]), trainer.shared.bytes_a_weight()
+    return digests, losses, (saved.counters, figures["flips"]), trainer.shared.bytes_per_weight()
 
 
 def assert_the_same(texts, given, size=2, steps=2):
