@@ -28,7 +28,7 @@ from torch import Tensor
 from arbcli.config.model import ModelConfig
 from arbcli.data.text import Texts
 from arbcli.inspect.peak import predict_peak
-from arbcli.inspect.recipe import TRACED
+from arbcli.inspect.recipe import MAX_TRACED
 from arbcli.interop.huggingface.config_json import read_folder_config
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.training.configure import new_config
@@ -203,7 +203,7 @@ def prepare_ours(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Ten
         **({} if case.gib is None else {"reduce_dtype": "none"}),
     )  # fmt: skip
     traced = dataclasses.replace(  # later micro-batches allocate what the second one does
-        config, accum=min(case.accum, TRACED), reduce_dtype=config.reduce_dtype and "int16"
+        config, accum=min(case.accum, MAX_TRACED), reduce_dtype=config.reduce_dtype and "int16"
     )
     peak = predict_peak(traced, captured=True)
     text: Any = RandomTokens(model.vocabulary, ctx, case.documents)

@@ -26,9 +26,9 @@ Next to another program, a step of training took 24 s instead of 0.3 s with the 
 the short one is slower. It is not set for a float baseline, whose speed it halves on CPUs whose
 threads wake slowly.
 """
-LOOKS, LOOK_SECONDS = 3, 0.005
-"""Samples of the number of running processes before a run, and the pause between two of them."""
-LOOKS_FOR_THREADS = 20
+SPIN_SAMPLES, SAMPLE_SECONDS = 3, 0.005
+"""Number of samples of the running processes before a run, and the interval in seconds."""
+THREAD_SAMPLES = 20
 """Samples before the number of threads is chosen, which is fixed for the run."""
 COUNTS = Path("/proc/stat")
 """Linux's file with the number of running processes."""
@@ -88,18 +88,18 @@ def keep_compiled_modules() -> None:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-def others_running(looks: int = LOOKS) -> int:
+def others_running(looks: int = SPIN_SAMPLES) -> int:
     """Return the number of processors that other programs keep busy, the minimum of some samples.
 
     Args:
-        looks: number of samples, `LOOK_SECONDS` apart.
+        looks: number of samples, `SAMPLE_SECONDS` apart.
 
     Returns:
         The number; always 0 outside of Linux.
     """
     fewest = sys.maxsize
     for look in range(looks):
-        time.sleep(LOOK_SECONDS if look else 0)
+        time.sleep(SAMPLE_SECONDS if look else 0)
         try:
             lines = COUNTS.read_text().splitlines()
         except OSError:
@@ -126,7 +126,7 @@ def free_threads(threads: int, processors: int) -> int:
     """
     if threads == 1 or "OMP_NUM_THREADS" in os.environ:
         return threads
-    busy = others_running(LOOKS_FOR_THREADS)
+    busy = others_running(THREAD_SAMPLES)
     return min(threads, processors - busy) if 2 * busy <= processors else threads
 
 

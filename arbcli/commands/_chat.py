@@ -37,15 +37,15 @@ class Continued:
 
     def ask(self, line: bytes) -> bytes | list[int]:
         """Append a line of input after a newline; return the prompt for the model."""
-        from arbcli.generation.tokens import symbols_of
+        from arbcli.generation.tokens import encode_prompt
 
         self._text += (b"\n" if line and self._text else b"") + line
         context, text = self._model.config.ctx, self._text or b"\n"
         if self._model.tokenizer is None:
             return text[-context:]
-        return [*symbols_of(self._model, text)][-context:]
+        return [*encode_prompt(self._model, text)][-context:]
 
-    def answered(self, output: bytes) -> None:
+    def append_answer(self, output: bytes) -> None:
         """Append the model's output."""
         self._text += output
 
@@ -101,7 +101,7 @@ def chat(
         except Interrupted as stopped:
             _raise_unless_sigint(stopped)
         note("")
-        text.answered(bytes(output))
+        text.append_answer(bytes(output))
         sampling = dataclasses.replace(sampling, seed=(sampling.seed + 1) % 2**31)
 
 

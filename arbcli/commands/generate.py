@@ -305,9 +305,9 @@ def _continue_batch(
     """Print a JSON line for each text, and a note with the speed."""
     from arbcli.generation.batch import check_batch, continue_batch
 
-    ask = None if conversation is None else conversation.ask_apart
+    encode = None if conversation is None else conversation.prompt_tokens
     started, length = time.perf_counter(), 0
-    for text in continue_batch(model, requests, batch, backend=backend, kv=kv, ask=ask):
+    for text in continue_batch(model, requests, batch, backend=backend, kv=kv, encode=encode):
         emit_json(asdict(text))
         length += text.length
     unit, rate = _unit(model), length / (time.perf_counter() - started)

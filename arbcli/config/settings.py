@@ -109,7 +109,7 @@ class Declared(NamedTuple):
         return "yes" if self.value is True else str(self.value)
 
 
-def parted(annotation: Any) -> tuple[Any, Setting | None]:
+def split_type(annotation: Any) -> tuple[Any, Setting | None]:
     """Split an annotation into its type and its setting."""
     if get_origin(annotation) is not Annotated:
         return annotation, None
@@ -119,7 +119,7 @@ def parted(annotation: Any) -> tuple[Any, Setting | None]:
 
 def plain_type(annotation: Any) -> Any:
     """Return the type of an annotation, without its setting."""
-    return parted(annotation)[0]
+    return split_type(annotation)[0]
 
 
 def settings_of(source: type | Callable) -> dict[str, Declared]:
@@ -127,7 +127,7 @@ def settings_of(source: type | Callable) -> dict[str, Declared]:
     settings = {}
     metadata = {name: field.metadata for name, field in getattr(source, _FIELDS, {}).items()}
     for name, parameter in inspect.signature(source).parameters.items():
-        kind, setting = parted(parameter.annotation)
+        kind, setting = split_type(parameter.annotation)
         setting = metadata.get(name, {}).get(_KEY, setting)
         if setting is not None and setting.help:
             settings[name] = Declared(name, setting, kind, parameter.default)
@@ -149,24 +149,24 @@ def replaced(declared: Declared, **changes: Any) -> Declared:
     return declared._replace(setting=dataclasses.replace(declared.setting, **changes))
 
 
-LARGEST = 2**20
+MAX_SIZE = 2**20
 """Upper bound of sizes whose setting has none; products of a tensor's sizes fit in 63 bits."""
 
 
-def check_fields(config: Any, largest: int = LARGEST) -> None:
+def check_fields(config: Any, largest: int = MAX_SIZE) -> None:
     """Check all fields of a dataclass: see `check_value`.
 
     Raises:
         ArbError: a value has the wrong type or is out of bounds.
     """
     for field in dataclasses.fields(config):
-        kind, setting = parted(field.type)
+        kind, setting = split_type(field.type)
         setting = field.metadata.get(_KEY, setting)
         check_value(field.name, getattr(config, field.name), kind, setting, largest)
 
 
 def check_value(
-    field: str, value: Any, kind: Any, setting: Setting | None, largest: int = LARGEST
+    field: str, value: Any, kind: Any, setting: Setting | None, largest: int = MAX_SIZE
 ) -> None:
     """Check the type of a value, and the choices and bounds of its setting.
 

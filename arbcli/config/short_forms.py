@@ -20,13 +20,13 @@ from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.settings import (
-    LARGEST,
+    MAX_SIZE,
     PRESETS_OWN,
     Declared,
     Setting,
     check_value,
-    parted,
     settings_of,
+    split_type,
 )
 from arbcli.families import FAMILIES
 from arbcli.model.rules import WITH_DIGITS
@@ -80,7 +80,7 @@ class Form(NamedTuple):
     build: Callable[..., ModelConfig]
     """Returns the model; its arguments are those of the form."""
     largest: Mapping[str, int] = {}
-    """Upper bounds of sizes by argument; `LARGEST` for all others."""
+    """Upper bounds of sizes by argument; `MAX_SIZE` for all others."""
     adapt: Callable[[dict[str, Any]], dict[str, Any]] = dict
     """Replaces options that presets of other forms have too by arguments of the form."""
 
@@ -292,7 +292,8 @@ def assemble(form: str, values: dict[str, Any]) -> ModelConfig:
         if name not in known:
             raise TypeError(f"a model of the family `{form}` has no `{name}`")
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
-        check_value(name, value, *parted(known[name].annotation), largest.get(name, LARGEST))
+        kind, setting = split_type(known[name].annotation)
+        check_value(name, value, kind, setting, largest.get(name, MAX_SIZE))
         checked[name] = value
     built = {name: value for name, value in checked.items() if name in (*form_arguments, *STORAGE)}
     config = build(**built)

@@ -27,7 +27,7 @@ from arbcli.data.template_sandbox import TemplateError, render_template, undecla
 
 TEMPLATE = "chat_template.jinja"
 OLD_TEMPLATE = "chat_template.json"
-LARGEST = 2**18
+MAX_TEMPLATE = 2**18
 """Maximum size of a template: of its file in bytes, or of a field of JSON in characters."""
 HINT = f"put the model's own `{TEMPLATE}` next to its tokenizer"
 
@@ -51,8 +51,8 @@ class ChatTemplate:
         self.source, self.name, self.tokens = source, name, dict(tokens)
         optional_module("jinja2", name, "jinja2", "'arb[chat]'")
         with self._errors("is not a chat template"):
-            if len(source) > LARGEST:
-                raise TemplateError(f"it has more than {LARGEST:,} characters")
+            if len(source) > MAX_TEMPLATE:
+                raise TemplateError(f"it has more than {MAX_TEMPLATE:,} characters")
             self.variables = frozenset(undeclared_names(source))
             """Names of the variables that the template reads."""
 
@@ -64,7 +64,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        asks: bool = False,
+        add_generation_prompt: bool = False,
         tools: Any = None,
         documents: Any = None,
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -72,7 +72,7 @@ class ChatTemplate:
 
         Args:
             messages: messages of a chat in their order.
-            asks: whether to add the generation prompt.
+            add_generation_prompt: whether to end with the beginning of an answer.
             tools: descriptions of functions that may be called; None if there are none.
             documents: texts that answers refer to; None if there are none.
 
@@ -87,7 +87,7 @@ class ChatTemplate:
             "messages": [dict(message) for message in messages],
             "tools": tools,
             "documents": documents,
-            "add_generation_prompt": asks,
+            "add_generation_prompt": add_generation_prompt,
         }
         with self._errors("cannot format these messages"):
             return render_template(self.source, variables)
@@ -199,7 +199,7 @@ def template_sources(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the file names and sources of a folder's templates, in order of precedence."""
     path, settings = folder / TEMPLATE, read_settings(folder, SETTINGS)
     if path.exists():
-        yield str(path), read_small(path, LARGEST, HINT).decode(errors="replace")
+        yield str(path), read_small(path, MAX_TEMPLATE, HINT).decode(errors="replace")
     for name, fields in (OLD_TEMPLATE, read_settings(folder, OLD_TEMPLATE)), (SETTINGS, settings):
         source = fields.get("chat_template")
         if isinstance(source, list):  # several named templates

@@ -38,9 +38,9 @@ SHARE_GPT = {
 """Roles by their names in ShareGPT."""
 VARIABLES = "tools", "documents"
 """Fields of a record that templates read as variables."""
-UNREAD = "chat_template", "chat_template_kwargs", "functions"
+REFUSED = "chat_template", "chat_template_kwargs", "functions"
 """Fields of a record that decide its text elsewhere, and are refused."""
-UNREAD_OF_MESSAGES = "train", "train_on", "mask"
+REFUSED_IN_MESSAGES = "train", "train_on", "mask"
 """Fields of a message that select learnt tokens elsewhere, and are refused."""
 ROLES = "user", "assistant"
 MAX_DOCUMENTS = 64
@@ -287,7 +287,7 @@ class _Reader:
         """
         template = self.template
         assert template is not None, "`Chats` refuses messages without a template"
-        for name in UNREAD:
+        for name in REFUSED:
             if record.get(name) is not None:
                 raise ValueError(f"its `{name}` is not read; remove the field")
         variables = {name: record[name] for name in VARIABLES if record.get(name)}
@@ -303,20 +303,20 @@ class _Reader:
             messages = next((record[name] for name in CHATS if record.get(name)), None)
         if not isinstance(messages, list) or not is_of(messages, list[dict]):
             raise ValueError(f"its `{self.field}` are not a list of objects")
-        read = [self._message(message) for message in messages]
-        if not any(message["role"] == ROLES[1] for message in read):
+        converted = [self._message(message) for message in messages]
+        if not any(message["role"] == ROLES[1] for message in converted):
             raise ValueError(f"no message has the role `{ROLES[1]}`")
-        return read
+        return converted
 
     def _message(self, message: dict[str, Any]) -> Message:
         if "role" not in message and "from" in message:  # ShareGPT
-            role, rest = message["from"], {k: v for k, v in message.items() if k != "from"}
+            role, others = message["from"], {k: v for k, v in message.items() if k != "from"}
             if role not in SHARE_GPT:
                 raise ValueError(f"a message is from `{role}`, and not of {[*SHARE_GPT]}")
-            message = {"role": SHARE_GPT[role], "content": rest.pop("value", None)} | rest
+            message = {"role": SHARE_GPT[role], "content": others.pop("value", None)} | others
         if not isinstance(message.get("role"), str):
             raise ValueError("a message has no `role`")
-        for name in UNREAD_OF_MESSAGES:
+        for name in REFUSED_IN_MESSAGES:
             if message.get(name) is not None:
                 raise ValueError(f"the `{name}` of a message is not read; remove the field")
         content = message.get("content")
@@ -364,7 +364,7 @@ class _Reader:
         spans, texts = [], []
         for index in answers:
             text = template.render(messages[: index + 1], **variables)
-            before = template.render(messages[:index], asks=True, **variables)
+            before = template.render(messages[:index], add_generation_prompt=True, **variables)
             if not text.startswith(before):  # the prompt has more than an answer begins with
                 before = template.render(messages[:index], **variables)
             if not text.startswith(before):
@@ -414,11 +414,11 @@ def _sizes(text: str, marked: list[tuple[int, tuple[int, int]]]) -> list[int]:
     Text between tokens counts with the next one. Of tokens that share a character, as in a
     byte-level encoding, the first has all of its bytes.
     """
-    sizes, done = [], 0
+    sizes, last_end = [], 0
     for index, (_, (_, end)) in enumerate(marked):
         end = len(text) if index == len(marked) - 1 else end
-        sizes.append(len(text[done:end].encode()) if end > done else 0)
-        done = max(done, end)
+        sizes.append(len(text[last_end:end].encode()) if end > last_end else 0)
+        last_end = max(last_end, end)
     return sizes
 
 

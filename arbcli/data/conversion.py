@@ -36,8 +36,8 @@ RECORD_BYTES = 2**24
 """Maximum length of a line of records in bytes."""
 LIMIT = "ARB_UNPACKED_GIB"
 """Environment variable with the maximum size of an unpacked file in GiB."""
-FEWEST_BYTES, MOST_TIMES = 2**29, 100
-"""Default maximum: this number of bytes, or this multiple of the file's, whichever is larger."""
+MIN_LIMIT, MAX_EXPANSION = 2**29, 100
+"""Default maximum size: this number of bytes, or this multiple of the file's size, if larger."""
 
 
 ARRAY_BYTES = 2**31
@@ -114,12 +114,12 @@ def converted(path: Path, settings: str, make: Callable[[int], Iterable[bytes]])
 
 
 def source_of(path: Path) -> Path:
-    """Return the file that a file of the cache was converted from; of another, itself."""
+    """Return the source of a file in the cache; any other file is returned unchanged."""
     return _SOURCES.get(os.path.abspath(path), path)
 
 
 def check_records(entries: Iterable[str]) -> None:
-    """Check that no file of records that an entry names would be read as plain text, with its JSON.
+    """Check that no named file of records would be read as plain text, including its JSON syntax.
 
     Files in folders, and those that globs match, are not read.
 
@@ -160,7 +160,7 @@ def _is_array(path: Path, name: str) -> bool:
 
 
 def _beginning(path: Path) -> bytes:
-    """Return the first block of a file of JSON, without what may precede the JSON."""
+    """Return the first block of a file of JSON, without byte order mark and leading whitespace."""
     return next(_unpacked(path), b"").removeprefix(codecs.BOM_UTF8).lstrip()
 
 
@@ -186,7 +186,7 @@ def bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator[
     Raises:
         ArbError: there are more bytes, or the file cannot be read.
     """
-    limit = max(FEWEST_BYTES, MOST_TIMES * packed_bytes)
+    limit = max(MIN_LIMIT, MAX_EXPANSION * packed_bytes)
     if LIMIT in os.environ:
         limit = number_in(os.environ, LIMIT, 1) * 2**30
     total = 0
@@ -204,12 +204,12 @@ def bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator[
 
 
 def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes] | None:
-    """Return the plain bytes of a file; None if they are those of the file once it is unpacked.
+    """Return the converted bytes of a file; None if unpacking it is the only conversion.
 
     Raises:
         ArbError: the file has columns and no field was named, or it must not be compressed.
     """
-    field, whole = conversion.field, conversion.whole
+    field, as_json = conversion.field, conversion.as_json
     is_packed = name != path.name.lower()
     if medium_of(name):
         if is_packed:
@@ -221,22 +221,22 @@ def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes] | 
                 f"`{path}` is a compressed table",
                 "Parquet and Arrow compress by themselves: unpack it",
             )
-        if field is None and not whole:
+        if field is None and not as_json:
             raise ArbError(
                 f"`{path}` has columns, and none of them was named",
                 "name the one with the text: `--field text`",
             )
         from arbcli.data import tables
 
-        return tables.rows_of(path) if whole else tables.column_of(path, str(field))
-    if name.endswith(TAR) and field is None and not whole:
+        return tables.rows_of(path) if as_json else tables.column_of(path, str(field))
+    if name.endswith(TAR) and field is None and not as_json:
         return (content + b"\n" for _, content in _members(path, name, ".txt"))
-    if whole and (name.endswith(TAR) or _is_array(path, name)):
+    if as_json and (name.endswith(TAR) or _is_array(path, name)):
         return (
             json.dumps(record, ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
             for _, record in _records(path, name)
         )
-    if field and not whole and name.endswith((*RECORDS, TAR)):
+    if field and not as_json and name.endswith((*RECORDS, TAR)):
         records = _records(path, name)
         texts = (_text_of(record, number, path, conversion) for number, record in records)
         return itertools.chain.from_iterable(texts)

@@ -30,11 +30,11 @@ STDIN = "-"
 """Entry of standard input."""
 HUB = "hf:"
 """Start of an entry that is a dataset of the hub."""
-ABOUT_DATASETS = ("dataset_dict.json", "dataset_info.json", "state.json")
+DATASET_FILES = ("dataset_dict.json", "dataset_info.json", "state.json")
 """Files that describe a dataset, and are not texts of its folder."""
 RUN = "config.json", frozenset({"metrics.jsonl", ".lock"})
 """A folder with the first file and any of the others is a run."""
-OF_RUN = re.compile(
+RUN_FILES = re.compile(
     r"config\.json|metrics\.jsonl|tokenizer\.json|trace-[0-9]+\.json\.gz"
     r"|.*\.(safetensors|aside)|hugging_face|tensorboard"
 )
@@ -62,8 +62,8 @@ class Conversion:
     picture: str | None = None
     """Format of pictures, see `arbcli.families.media.pictures.FORM`. None leaves pictures in
     folders out, and converts those named explicitly to `rgb`."""
-    whole: bool = False
-    """Whether records stay whole, as lines of JSON, for documents: see `arbcli.data.chats`."""
+    as_json: bool = False
+    """Whether records are kept as lines of JSON, for documents: see `arbcli.data.chats`."""
     data_format: str | None = None
     """Format of `SHARD` files, of `arbcli.data.text.TOKEN_BYTES`; None reads their headers."""
 
@@ -81,7 +81,7 @@ CHATS = MESSAGES, CONVERSATIONS
 JOINED = "+"
 """Separator of the fields of a question and its answer."""
 PLAIN = Conversion()
-DOCUMENTS = Conversion(whole=True)
+DOCUMENTS = Conversion(as_json=True)
 RECORDS = (".jsonl", ".ndjson", ".json")
 """Suffixes of files with an object a line, or, if they begin with `[`, an array of objects."""
 
@@ -148,7 +148,7 @@ def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Pat
     files, media = [], set[str]()
     for match in [path] if is_named else sorted(set(_matches(path))):
         mode = _mode(match)
-        if not is_named and is_of_run(match):
+        if not is_named and belongs_to_run(match):
             left_out.append(match)
         elif stat.S_ISDIR(mode) and _has_dataset(match):
             files += imported("arbcli.data.sources:saved_dataset")(Path(match))
@@ -317,10 +317,10 @@ def _files_below(
                 left_out.append(parent)
                 folders.clear()
                 continue
-            saved |= {name for name in (*folders, *names) if OF_RUN.fullmatch(name)}
+            saved |= {name for name in (*folders, *names) if RUN_FILES.fullmatch(name)}
             folders[:] = [name for name in folders if name not in saved]
         left_out += [os.path.join(parent, name) for name in saved]
-        about = ABOUT_DATASETS if _has_dataset(parent) else ()
+        about = DATASET_FILES if _has_dataset(parent) else ()
         names = [name for name in names if name not in saved and name not in about]
         paths = [Path(parent, name) for name in names if name[0] != "."]
         files += [path for path in paths if stat.S_ISREG(_mode(path))]
@@ -333,16 +333,16 @@ def _is_run(folder: str) -> bool:
     return has_config and any(os.path.isfile(os.path.join(folder, name)) for name in RUN[1])
 
 
-def is_of_run(path: str) -> bool:
+def belongs_to_run(path: str) -> bool:
     """Return whether a path is a run, or a run has written it or the folder that it is in."""
     parent, name = os.path.split(path)
     written = (name, parent), (os.path.basename(parent), os.path.dirname(parent))
-    return _is_run(path) or any(OF_RUN.fullmatch(file) and _is_run(run) for file, run in written)
+    return _is_run(path) or any(RUN_FILES.fullmatch(file) and _is_run(run) for file, run in written)
 
 
 def _has_dataset(folder: str) -> bool:
     """Return whether a folder is a dataset, or several splits of one, that datasets saved."""
-    splits, *state = (os.path.isfile(os.path.join(folder, name)) for name in ABOUT_DATASETS)
+    splits, *state = (os.path.isfile(os.path.join(folder, name)) for name in DATASET_FILES)
     return splits or all(state)
 
 

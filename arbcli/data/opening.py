@@ -156,7 +156,7 @@ class _Part(NamedTuple):
 def _part(file: Path, conversion: data_files.Conversion) -> _Part:
     """Return the whole of a file's plain bytes, or of a shard's tokens."""
     if data_files.may_be_shard(file, conversion.data_format):
-        if conversion.whole:
+        if conversion.as_json:
             raise ArbError(f"`{file}` has no records", "leave `--field` out")
         layout = imported("arbcli.data.shards:shard_layout")(file, conversion.data_format)
         return _Part(file, layout[0], file_bytes(file), layout[1])
@@ -186,7 +186,7 @@ def _name(entries: Sequence[str]) -> str:
 
 def _describe(name: str, num_files: int, left_out: Sequence[str]) -> str:
     saved = sum(
-        path.endswith(data_files.SAVED) or os.path.isdir(path) or data_files.is_of_run(path)
+        path.endswith(data_files.SAVED) or os.path.isdir(path) or data_files.belongs_to_run(path)
         for path in set(left_out)
     )
     kinds = {"saved by arb": saved, "binary": len(set(left_out)) - saved}

@@ -13,13 +13,13 @@ from arbcli.data.tokens import Tokenizer
 SETTINGS = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
 GENERATION = "generation_config.json"
-NAMED = (
+NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
 """Names of special tokens in Transformers, which templates read as variables."""
-OWN_NAMES = ("model_specific_special_tokens", "extra_special_tokens")
+OWN_FIELDS = ("model_specific_special_tokens", "extra_special_tokens")
 """Fields with special tokens that have names of their own, if they are objects."""
-LEARNT_BEFORE = "added_tokens_decoder"
+ADDED_TOKENS = "added_tokens_decoder"
 """Field of newer settings, next to which Transformers does not read `MAP`."""
 
 
@@ -46,10 +46,10 @@ def special_tokens(folder: Path) -> dict[str, str]:
         ArbError: a file is damaged.
     """
     settings = read_settings(folder, SETTINGS)
-    if LEARNT_BEFORE not in settings:
+    if ADDED_TOKENS not in settings:
         settings = settings | read_settings(folder, MAP)
-    entries = {name: settings.get(name) for name in NAMED}
-    for name in OWN_NAMES:
+    entries = {name: settings.get(name) for name in NAMES}
+    for name in OWN_FIELDS:
         others = settings.get(name)
         entries |= others if isinstance(others, dict) else {}
     texts = {name: _text(value) for name, value in entries.items()}
@@ -58,10 +58,10 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 def set_special_tokens(settings: Mapping[str, Any], tokens: Mapping[str, str]) -> dict[str, Any]:
     """Return a tokenizer's settings with other special tokens: see `special_tokens`."""
-    others = {name: text for name, text in tokens.items() if name not in NAMED}
-    named = {name: value for name, value in settings.items() if name not in (*NAMED, *OWN_NAMES)}
-    named |= {name: text for name, text in tokens.items() if name in NAMED}
-    return named | ({OWN_NAMES[-1]: others} if others else {})
+    others = {name: text for name, text in tokens.items() if name not in NAMES}
+    named = {name: value for name, value in settings.items() if name not in {*NAMES, *OWN_FIELDS}}
+    named |= {name: text for name, text in tokens.items() if name in NAMES}
+    return named | ({OWN_FIELDS[-1]: others} if others else {})
 
 
 def _text(value: Any) -> str:

@@ -59,7 +59,7 @@ class Text:
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._take((path, 0, file_bytes(path)) for path in paths)
+        self._set_pieces((path, 0, file_bytes(path)) for path in paths)
 
     _source: "Text | None" = None
     """The same text as bytes; None if these are its symbols."""
@@ -72,11 +72,11 @@ class Text:
     def from_parts(cls, parts: Sequence[tuple[Path, int, int]], token_bytes: int = 1) -> "Text":
         """Create a text from parts of files, each (path, start, stop), in bytes."""
         text = cls([])
-        text._take(parts)
+        text._set_pieces(parts)
         text.token_bytes = token_bytes
         return text
 
-    def _take(self, parts: Iterable[tuple[Path, int, int]]) -> None:
+    def _set_pieces(self, parts: Iterable[tuple[Path, int, int]]) -> None:
         pieces = (_Piece(Path(os.path.abspath(path)), *where) for path, *where in parts)
         self._pieces = [piece for piece in pieces if piece.start < piece.stop]
         self._begins = [0, *accumulate(self.sizes)]
@@ -139,7 +139,7 @@ class Text:
             begin, end = self._begins[index : index + 2]
             count = min(length, end - offset)
             at = self._pieces[index].start + offset - begin
-            parts.append(self._opened(index)[at : at + count])
+            parts.append(self._open_piece(index)[at : at + count])
             offset, length, index = offset + count, length - count, index + 1
         return b"".join(parts)
 
@@ -203,8 +203,8 @@ class Text:
         """
         raise NotImplementedError
 
-    def _opened(self, index: int) -> mmap:
-        """Map the file of a piece, and check that it still has all of it."""
+    def _open_piece(self, index: int) -> mmap:
+        """Map the file of a piece, and check that the file has not become shorter."""
         path, _, stop = self._pieces[index]
         try:
             mapped = self._map(index)
@@ -243,7 +243,7 @@ class Mixture(Text):
     def __init__(self, parts: Sequence[tuple[Text, float]]) -> None:
         self.texts, self.weights = zip(*parts, strict=True)
         self.token_bytes = max(text.token_bytes for text in self.texts)
-        self._take(piece for text in self.texts for piece in text.pieces)
+        self._set_pieces(piece for text in self.texts for piece in text.pieces)
 
     def windows(self, length: int) -> int:
         """Return the number of windows of `length` bytes; 0 if one of the texts has none."""
@@ -274,7 +274,7 @@ def check_is_bytes(token_bytes: int) -> None:
     if token_bytes > 1:
         raise ArbError(
             "the text is of shards of tokens, and the model reads bytes",
-            "name the tokenizer that made them: `--tokenizer tokenizer.json`",
+            "name the tokenizer that encoded them: `--tokenizer tokenizer.json`",
         )
 
 

@@ -39,15 +39,15 @@ MAX_GROWTH = 16
 """Maximum growth of a text by a tokenizer's replacements; Llama 2 has 12."""
 MAX_CHARACTER_BYTES = 64
 """Maximum size in bytes of a replacement that counts as normalisation of Unicode, which has 33."""
-ENDS = re.compile(rb"\n(?=\S)"), re.compile(rb"[A-Za-z](?= [A-Za-z])")
+BLOCK_ENDS = re.compile(rb"\n(?=\S)"), re.compile(rb"[A-Za-z](?= [A-Za-z])")
 """Where blocks end: after a line whose next one is not indented, or else after a word before a
 space and a word. Tokenizers begin a word at both places."""
 SEARCHED_BYTES = 2**16
-"""Number of bytes at the end of a block that are searched for such a place."""
+"""Number of bytes at the end of a block that are searched for `BLOCK_ENDS`."""
 VERSION = 2
 """Version of the tokenised files in the cache; changed if blocks are cut or tokenised otherwise."""
 OTHER_TOKENIZER = "name a `tokenizer.json` of the package tokenizers that can encode the text"
-HALF = "\ufffd"
+REPLACEMENT = "\ufffd"
 """Replacement character, which stands for an invalid or incomplete UTF-8 sequence."""
 
 
@@ -76,10 +76,10 @@ class Tokenizer:
             self._tokenizer.no_truncation()
             self._tokenizer.encode_special_tokens = True
             _check_growth(self._tokenizer, name)
-            known = self._tokenizer.get_vocab(with_added_tokens=True)
-            self.size = max(known.values(), default=-1) + 1
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            self.size = max(vocabulary.values(), default=-1) + 1
             """Size of the vocabulary: one more than the largest token."""
-            self.longest = max((len(text.encode()) for text in known), default=0)
+            self.longest = max((len(text.encode()) for text in vocabulary), default=0)
             """Maximum number of bytes of a token's text."""
             self.beginning = self._find_beginning()
             """Tokens before a prompt, such as Llama 3's `<|begin_of_text|>`."""
@@ -169,8 +169,8 @@ class Tokenizer:
         """
         stream = TokenStream(self, prompt)
         yield from filter(None, map(stream.add, parts))
-        if rest := stream.rest():
-            yield rest
+        if pending := stream.flush():
+            yield pending
 
 
 def _check_growth(tokenizer: Any, name: str) -> None:
@@ -213,26 +213,26 @@ class TokenStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._decode, self._tokens = tokenizer.decode, list(prompt)
-        self._done = len(prompt)  # the text of the tokens before it was returned
+        self._num_decoded = len(prompt)  # the text of the tokens before it was returned
 
     def add(self, tokens: Sequence[int]) -> bytes:
         """Append tokens, and return the text up to the last one, empty within a character."""
         self._tokens += tokens
         decoded = self._decode(self._tokens)
-        if decoded.endswith(HALF):
+        if decoded.endswith(REPLACEMENT):
             return b""
-        new = decoded[len(self._decode(self._tokens[: self._done])) :]
-        self._tokens = self._tokens[self._done :]
-        self._done = len(self._tokens)
+        new = decoded[len(self._decode(self._tokens[: self._num_decoded])) :]
+        self._tokens = self._tokens[self._num_decoded :]
+        self._num_decoded = len(self._tokens)
         return new.encode()
 
-    def rest(self) -> bytes:
+    def flush(self) -> bytes:
         """Return the text after the last complete character."""
-        before = self._decode(self._tokens[: self._done])
+        before = self._decode(self._tokens[: self._num_decoded])
         return self._decode(self._tokens)[len(before) :].encode()
 
 
-class _OfTokens(Text):
+class _TokenTextBase(Text):
     """Base class of texts of tokens: lengths and offsets are in tokens, `pieces` in bytes."""
 
     tokens: Tokenizer
@@ -253,7 +253,7 @@ class _OfTokens(Text):
         return torch.from_numpy(tokens).view(len(starts), length)
 
 
-class TokenText(_OfTokens):
+class TokenText(_TokenTextBase):
     """A text of tokens.
 
     Args:
@@ -283,7 +283,7 @@ class TokenText(_OfTokens):
         return self._text.read(offset * width, length * width)
 
 
-class TokenMixture(_OfTokens, Mixture):
+class TokenMixture(_TokenTextBase, Mixture):
     """A mixture of texts of tokens, with the weights of the mixture of bytes.
 
     Args:
@@ -333,26 +333,26 @@ def _blocks(text: Text) -> Iterator[bytes]:
     Tokens do not cross these places if the tokenizer only allows newlines and spaces at the start
     of its words.
     """
-    rest, begin, end = b"", 0, len(text)
-    while begin < end or rest:
+    pending, begin, end = b"", 0, len(text)
+    while begin < end or pending:
         size = min(BLOCK_BYTES, end - begin)
-        rest += text.read(begin, size)
+        pending += text.read(begin, size)
         begin += size
-        cut = _last_match(rest) if begin < end else len(rest)
-        yield rest[:cut]
-        rest = rest[cut:]
+        cut = _last_match(pending) if begin < end else len(pending)
+        yield pending[:cut]
+        pending = pending[cut:]
 
 
 def _last_match(block: bytes) -> int:
     """Return the last offset at which a block can be cut."""
-    for pattern in ENDS:
+    for pattern in BLOCK_ENDS:
         matches = [*pattern.finditer(block, max(0, len(block) - SEARCHED_BYTES))]
         if matches:
             return matches[-1].end()
-    return _whole_characters(block)
+    return _last_character(block)
 
 
-def _whole_characters(block: bytes) -> int:
+def _last_character(block: bytes) -> int:
     """Return the offset of the last character of UTF-8 in a block."""
     for back in range(1, 5):
         if len(block) > back and block[-back] & 0xC0 != 0x80:

@@ -14,7 +14,7 @@ from arbcli.base.errors import ArbError
 from arbcli.generation.decoder import MAX_LENGTH, MAX_TEXTS, OUT_OF_MEMORY, Decoder
 from arbcli.generation.generation import repetition_period
 from arbcli.generation.sampling import Sampling
-from arbcli.generation.tokens import bytes_of, stop_symbols, symbols_of
+from arbcli.generation.tokens import decode_symbols, encode_prompt, stop_symbols
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.model.language_model import LanguageModel
@@ -105,17 +105,17 @@ def _generate(
     batch: int | None,
     backend: str | None,
     kv: str | None,
-    ask: Callable[[bytes], Sequence[int]] | None = None,
+    encode: Callable[[bytes], Sequence[int]] | None = None,
 ) -> Iterator[tuple[int, bytes, int]]:
     """Yield the index, the bytes and the number of symbols of each text: see `continue_batch`."""
     backend, batch = backend or default_backend(model.device), check_batch(batch)
     if not requests:
         return
-    ask = ask or partial(symbols_of, model)
+    encode = encode or partial(encode_prompt, model)
     prompts = []
     for number, request in enumerate(requests, 1):
         try:
-            prompts.append(ask(request.prompt))
+            prompts.append(encode(request.prompt))
         except ArbError as error:  # such as a special token in the message of a chat
             raise ArbError(f"prompt {number}: {error}", error.hint) from error
     ends = [len(prompt) + request.length for prompt, request in zip(prompts, requests, strict=True)]
@@ -127,8 +127,8 @@ def _generate(
             decoder = Decoder(model, max(ends), max(2, slots), backend=backend, prompt=shortest)
         waiting, free = deque(range(len(requests))), [*range(slots)]
         running: dict[int, int] = {}  # index of the request in each slot
-        ended: list[tuple[int, Callable[[], Sequence[int]]]] = []
-        while waiting or running or ended:
+        finished: list[tuple[int, Callable[[], Sequence[int]]]] = []
+        while waiting or running or finished:
             for slot in free[: len(waiting)]:
                 index = running[slot] = waiting.popleft()
                 request = requests[index]
@@ -137,11 +137,12 @@ def _generate(
                 decoder.step(
                     min(ends[index] - decoder.lengths[slot] for slot, index in running.items())
                 )
-            for index, fetch in ended:  # while the steps run on the GPU
+            for index, fetch in finished:  # while the steps run on the GPU
                 symbols = _truncate(fetch(), stops)
-                yield index, b"".join(bytes_of(model, prompts[index], [symbols])), len(symbols)
-            free = [at for at, index in running.items() if decoder.lengths[at] == ends[index]]
-            ended = [
+                text = b"".join(decode_symbols(model, prompts[index], [symbols]))
+                yield index, text, len(symbols)
+            free = [slot for slot, index in running.items() if decoder.lengths[slot] == ends[index]]
+            finished = [
                 (index := running.pop(slot), decoder.end(slot, requests[index].length))
                 for slot in free
             ]
@@ -179,7 +180,7 @@ def continue_batch(
     *,
     backend: str,
     kv: str | None = None,
-    ask: Callable[[bytes], Sequence[int]] | None = None,
+    encode: Callable[[bytes], Sequence[int]] | None = None,
 ) -> Iterator[TextReport]:
     """Generate the texts of a list of requests, in their order.
 
@@ -189,7 +190,7 @@ def continue_batch(
         batch: batch size: see `generate_batch`.
         backend: kernel backend.
         kv: storage format of keys and values: see `LanguageModel.cached_as`.
-        ask: converts a prompt to symbols, such as those of a chat; None encodes it.
+        encode: converts a prompt to symbols, such as those of a chat; None encodes it.
 
     Yields:
         Each text, once it and all earlier ones are complete.
@@ -198,12 +199,12 @@ def continue_batch(
         ArbError: the batch size is out of range, an option does not suit the model, or memory is
             exhausted.
     """
-    done, next_index = {}, 0
+    completed, next_index = {}, 0
     with deterministic():
-        for index, text, length in _generate(model, requests, batch, backend, kv, ask):
-            done[index] = text, length
-            while next_index in done:
-                yield _report(next_index, requests[next_index], *done.pop(next_index))
+        for index, text, length in _generate(model, requests, batch, backend, kv, encode):
+            completed[index] = text, length
+            while next_index in completed:
+                yield _report(next_index, requests[next_index], *completed.pop(next_index))
                 next_index += 1
 
 

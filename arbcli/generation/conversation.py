@@ -39,30 +39,30 @@ class Conversation:
         Raises:
             ArbError: the message contains a special token, or the template rejects it.
         """
-        tokens = self.ask_apart(message)
+        tokens = self.prompt_tokens(message)
         self.messages.append(self._message("user", message))
         return tokens
 
-    def ask_apart(self, message: bytes) -> list[int]:
+    def prompt_tokens(self, message: bytes) -> list[int]:
         """Return the tokens of a chat with this message next, without appending it: see `ask`."""
         messages = [*self.messages, self._message("user", message)]
-        return self.tokens_of(self._template.render(messages, asks=True))
+        return self.encode(self._template.render(messages, add_generation_prompt=True))
 
-    def text_of(self, messages: Sequence[tuple[str, str]]) -> str:
+    def render(self, messages: Sequence[tuple[str, str]]) -> str:
         """Return the text of another chat up to the next answer: see `ask`.
 
         Args:
             messages: role and content of each message; unpaired surrogates are replaced.
         """
         parts = [[part.encode(errors="replace") for part in message] for message in messages]
-        read = [self._message(role.decode(), text) for role, text in parts]
-        return self._template.render(read, asks=True)
+        formatted = [self._message(role.decode(), text) for role, text in parts]
+        return self._template.render(formatted, add_generation_prompt=True)
 
-    def tokens_of(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Return the tokens of a text that the template wrote."""
         return [token for token, _ in self._tokenizer.encode_marked(text)]
 
-    def answered(self, output: bytes) -> None:
+    def append_answer(self, output: bytes) -> None:
         """Append the model's answer."""
         self.messages.append({"role": "assistant", "content": output.decode(errors="replace")})
 

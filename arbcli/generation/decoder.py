@@ -125,20 +125,20 @@ class Decoder:
         self._key = torch.zeros(shape, **integers)
         self.logits: Tensor | None = None
         """Logits of the last step, (texts, V); steps that are replayed write the same tensor."""
-        self._choose: Callable[..., None]
+        self._sample: Callable[..., None]
         self._slot_sampling: tuple[Tensor, ...] = ()
         """Temperature, top k and top p of each slot; empty for a single text."""
         if isinstance(self.cache, BatchCache):
             from arbcli.kernels.output.choose_bytes import choose_bytes_
 
             self._caches: Sequence[Cache] = self.cache.texts
-            self._active, self._choose = self.cache.active, choose_bytes_
+            self._active, self._sample = self.cache.active, choose_bytes_
             self._eager = [Phase(0, partial(model, self.last, self.cache))]
             ones = torch.ones(texts, dtype=torch.float32, device=device)
             self._slot_sampling = torch.zeros_like(ones), ones.int(), ones
         else:
             self._caches, self._active = [self.cache], torch.zeros(1, **integers)  # unused
-            self._choose = choose_byte_
+            self._sample = choose_byte_
             self._eager = step_phases(model, self.last, self.cache)
             self._records = self.backend == "native" and capture is None and len(self._eager) == 1
         self._sampling_arguments: tuple[Any, ...] = ()
@@ -227,13 +227,13 @@ class Decoder:
         self._check_room(steps)
         with use_backend(self.backend), overlapping():
             for _ in range(steps):
-                deepest = 0
+                depth = 0
                 for phase in self._phases:
-                    if phase.depth > deepest:
+                    if phase.depth > depth:
                         continue
                     self._compute(phase)
                     if phase.leads_deeper is not None:
-                        deepest = phase.depth + int(phase.leads_deeper())
+                        depth = phase.depth + int(phase.leads_deeper())
         for slot in self.lengths:
             self.lengths[slot] += steps
 
@@ -279,11 +279,11 @@ class Decoder:
         self._check_room(length)
         if self.checks is not None:
             length = yield from self._stream_checked(self.checks, length)
-        together = FETCHED_STEPS if self.device.type == "cuda" else 1
+        steps_per_fetch = FETCHED_STEPS if self.device.type == "cuda" else 1
         fetched: deque[Callable[[], Sequence[int]]] = deque()
         end = self.lengths[0] + length
         while (begin := self.lengths[0]) < end:
-            self.step(min(together, end - begin))
+            self.step(min(steps_per_fetch, end - begin))
             fetched.append(copy_to_host(self._texts[0][begin : self.lengths[0]]))
             if len(fetched) == 2:
                 yield fetched.popleft()()
@@ -297,17 +297,17 @@ class Decoder:
         """
         begin, size = self.lengths[0], checks.size
         end = begin + length
-        together = FETCHED_STEPS if self.device.type == "cuda" else 1
+        steps_per_fetch = FETCHED_STEPS if self.device.type == "cuda" else 1
         checks.begin(self.last)
         pending: deque[_Fetch] = deque()
         while True:
             launched = sum(group.checks for group in pending)
-            more = min(together, (end - begin) // size - launched)
-            if more > 0 and len(pending) < 2:
-                self.check(more)
-                checked = self._texts[0][begin : begin + (launched + more) * size]
+            num_checks = min(steps_per_fetch, (end - begin) // size - launched)
+            if num_checks > 0 and len(pending) < 2:
+                self.check(num_checks)
+                checked = self._texts[0][begin : begin + (launched + num_checks) * size]
                 position = copy_to_host(self.cache.position[None])
-                pending.append(_Fetch(more, begin, position, copy_to_host(checked)))
+                pending.append(_Fetch(num_checks, begin, position, copy_to_host(checked)))
             elif pending:
                 group = pending.popleft()
                 self.lengths[0] = group.position()[0] + 1
@@ -350,7 +350,7 @@ class Decoder:
             if not speculation.can_check(model):
                 raise ArbError(
                     "this model does not support `--ahead`",
-                    "leave `--ahead` out; docs/models.md says which models can",
+                    "leave `--ahead` out; docs/models.md lists the models that do",
                 )
             return speculation.Checks(model, self.cache, size) if size > 1 else None
 
@@ -362,7 +362,7 @@ class Decoder:
         logits = phase.run()
         if logits is not None:
             self.logits = logits[:, 0]
-            self._choose(
+            self._sample(
                 self.last,
                 self._text,
                 self.logits.view(*self._key.shape, -1),
@@ -404,7 +404,7 @@ class Decoder:
 
             self._phases = [Phase(0, StepGraph(self._eager, graphs, self.device).replay)]
         else:
-            self._phases = [*map(_replayed, self._eager, graphs)]
+            self._phases = [*map(_replay_phase, self._eager, graphs)]
         if self.checks is not None:
             for _ in range(WARM_UP_STEPS):
                 self.cache.reset()
@@ -426,7 +426,7 @@ class Decoder:
         except native.NotRecorded:
             return
         if logits is not None:
-            self._phases = [Phase(0, partial(_replayed_loops, step, logits))]
+            self._phases = [Phase(0, partial(_replay_loops, step, logits))]
             self.recorded = True
 
 
@@ -438,14 +438,14 @@ def _new_cache(model: LanguageModel, positions: int, texts: int, prompt: int) ->
     new = partial(model.new_cache, positions, texts, first=first)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if texts > 1:
             subject = f"the cache of {texts} texts"
             hint = "use a smaller `--batch`, or shorter texts"
         else:
             subject = "the cache of a text"
             hint = "use a shorter prompt and a smaller `--length`"
-        check_room(new(device=torch.device("meta")).nbytes, subject, hint, free + held)
+        check_room(new(device=torch.device("meta")).nbytes, subject, hint, free + cached)
     return new()
 
 
@@ -513,12 +513,12 @@ def copy_to_host(symbols: Tensor) -> Callable[[], Sequence[int]]:
     return wait
 
 
-def _replayed_loops(step: native.Recording, logits: Tensor) -> Tensor:
+def _replay_loops(step: native.Recording, logits: Tensor) -> Tensor:
     step.replay()
     return logits
 
 
-def _replayed(phase: Phase, graph: torch.cuda.CUDAGraph) -> Phase:
+def _replay_phase(phase: Phase, graph: torch.cuda.CUDAGraph) -> Phase:
     """Return a phase that replays a graph; `leads_deeper` reads the tensor that it writes."""
     leads_deeper = phase.leads_deeper and partial(Tensor.detach, phase.leads_deeper())
     return Phase(phase.depth, graph.replay, leads_deeper)

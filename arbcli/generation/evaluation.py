@@ -37,15 +37,15 @@ from arbcli.model.language_model import LanguageModel
 if TYPE_CHECKING:
     from arbcli.families.media.evaluation import MediaLosses
 
-BATCH, MOST_POSITIONS = 16, 32_768
+BATCH, MAX_BATCH_POSITIONS = 16, 32_768
 """Default number of windows in a forward pass, and the most positions of several windows."""
 DRAWS = 16
 """Default number of random masks for each window."""
 SEED = 7
 """Seed of the random masks."""
-SHORTEST_WINDOW = 1024
+MIN_WINDOW = 1024
 """Minimum number of positions of a window, unless the context is shorter."""
-NEAR = 1024
+FIRST_BUCKET = 1024
 """Positions of the first bucket of `by_position`; each further bucket doubles the end."""
 
 
@@ -68,7 +68,7 @@ class KindLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class OfPositions:
+class PositionLoss:
     """The mean loss over a range of positions in windows."""
 
     first: int
@@ -106,7 +106,7 @@ class EvaluateReport:
     """Storage format to which keys and values were rounded."""
     draws: int | None
     """Random masks for each window of a masked model, whose losses are a bound; else None."""
-    by_position: tuple["OfPositions", ...]
+    by_position: tuple["PositionLoss", ...]
     """Loss by the position in a window. It includes bytes that two windows predict, so that each
     bucket covers nearly all of the text."""
     by_kind: tuple[KindLoss, ...]
@@ -127,10 +127,10 @@ def windows(num_bytes: int, context: int, stride: int) -> Iterator[tuple[int, in
         (start, counted): `counted` last predictions of the window are not made by earlier ones.
     """
     length = min(context, num_bytes - 1)
-    done, last = 0, num_bytes - 1 - length
+    num_predicted, last = 0, num_bytes - 1 - length
     for start in itertools.chain(range(0, last, stride), [last]):
-        yield start, start + length - done
-        done = start + length
+        yield start, start + length - num_predicted
+        num_predicted = start + length
 
 
 @torch.no_grad()
@@ -160,8 +160,8 @@ def mean_loss(
     """
     length = min(model.config.ctx, len(text) - 1)
     index = torch.arange(length, device=model.device)
-    plan, total, done, first = windows(len(text), length, stride), 0.0, 0, 0
-    while part := list(itertools.islice(plan, batch)):
+    remaining, total, num_predicted, first = windows(len(text), length, stride), 0.0, 0, 0
+    while part := list(itertools.islice(remaining, batch)):
         starts, counted = zip(*part, strict=True)
         ids = text.window_batch(starts, length + 1).to(model.device).long()  # (B, T + 1)
         if model.config.is_masked:
@@ -175,9 +175,9 @@ def mean_loss(
             media.add(starts, losses, is_counted)
         if sums is not None:
             sums += losses.sum(dim=0, dtype=torch.float64)
-        done += sum(counted)
-        progress(done, total / done)
-    return total / done
+        num_predicted += sum(counted)
+        progress(num_predicted, total / num_predicted)
+    return total / num_predicted
 
 
 @torch.no_grad()
@@ -196,15 +196,15 @@ def document_loss(
         batch: windows in a forward pass.
         progress: called after each batch with the number of predicted symbols and their mean loss.
     """
-    total, done = 0.0, 0
+    total, num_predicted = 0.0, 0
     for first in range(0, len(text.bins), batch):
         windows = range(first, min(first + batch, len(text.bins)))
         inputs = [part.to(model.device) for part in text.packed_batch(windows)]
         count = text.learnt_symbols(windows, text.context)
         total += float(model.loss(*inputs)) * count
-        done += count
-        progress(done, total / done)
-    return total / done
+        num_predicted += count
+        progress(num_predicted, total / num_predicted)
+    return total / num_predicted
 
 
 def documents_for(model: LanguageModel, checkpoint: Path, text: Text, field: str) -> Chats:
@@ -221,7 +221,7 @@ def documents_for(model: LanguageModel, checkpoint: Path, text: Text, field: str
     """
     path, context = checkpoint.with_name(TOKENIZER), model.config.ctx
     documents = open_documents(text, field, model.tokenizer, path, context)
-    shorter = max(documents.longest, SHORTEST_WINDOW)
+    shorter = max(documents.longest, MIN_WINDOW)
     if shorter >= context:
         return documents
     return open_documents(text, field, model.tokenizer, path, shorter)
@@ -256,7 +256,7 @@ def _masked_losses(model: LanguageModel, ids: Tensor, numbers: range, draws: int
     return losses
 
 
-def _average_positions(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
+def _average_positions(sums: Tensor, count: float) -> tuple[PositionLoss, ...]:
     """Average the sums of losses in buckets of positions.
 
     Args:
@@ -265,8 +265,8 @@ def _average_positions(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
     """
     buckets, first = [], 0
     while first < len(sums):
-        end = min(len(sums), max(NEAR, 2 * first))
-        buckets.append(OfPositions(first, end - 1, float(sums[first:end].mean()) / count))
+        end = min(len(sums), max(FIRST_BUCKET, 2 * first))
+        buckets.append(PositionLoss(first, end - 1, float(sums[first:end].mean()) / count))
         first = end
     return tuple(buckets)
 
@@ -307,7 +307,7 @@ def evaluate(
     check_masked_option(model.config, "--draws", draws)
     draws = DRAWS if draws is None else draws
     if batch is None:
-        batch = min(BATCH, max(1, MOST_POSITIONS // model.config.ctx))
+        batch = min(BATCH, max(1, MAX_BATCH_POSITIONS // model.config.ctx))
     check_bounds("batch", batch)
     stride = check_stride(model.config, stride)
     check_vocabulary(model.config, model.tokenizer, "")
@@ -323,11 +323,11 @@ def evaluate(
     started, symbol_bytes = time.perf_counter(), text.symbol_bytes
     predicted = (len(text) - 1) * symbol_bytes if documents is None else documents.learnt_bytes
     media: MediaLosses | None = None
-    by_position: tuple[OfPositions, ...] = ()
+    by_position: tuple[PositionLoss, ...] = ()
     tokens: int | None
 
-    def report_progress(done: int, loss: float) -> None:
-        progress(round(done * symbol_bytes), round(predicted), loss / symbol_bytes)
+    def report_progress(num_predicted: int, loss: float) -> None:
+        progress(round(num_predicted * symbol_bytes), round(predicted), loss / symbol_bytes)
 
     with (
         deterministic(),

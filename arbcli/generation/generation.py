@@ -10,11 +10,11 @@ import torch
 
 from arbcli.generation.decoder import OUT_OF_MEMORY, Decoder
 from arbcli.generation.sampling import Sampling
-from arbcli.generation.tokens import bytes_of, stop_symbols, symbols_of
+from arbcli.generation.tokens import decode_symbols, encode_prompt, stop_symbols
 from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.model.language_model import LanguageModel
 
-REPEATS, MIN_REPEATED_BYTES = 3, 64
+MIN_REPEATS, MIN_REPEATED_BYTES = 3, 64
 """Least periods and bytes at the end of a text that repeats."""
 MAX_PERIOD = 2**12
 """Longest period that is searched, in bytes."""
@@ -54,25 +54,25 @@ def generate(
         ArbError: the prompt is empty, an option does not suit the model, or GPU memory is
             exhausted.
     """
-    room = spare_bytes(model.device)
-    with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
-        symbols = symbols_of(model, prompt)
+    spare = spare_bytes(model.device)
+    with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(spare):
+        symbols = encode_prompt(model, prompt)
         size = len(symbols)
         with model.cached_as(kv):
             decoder = Decoder(model, size + length, backend=backend, ahead=ahead, prompt=size)
         decoder.begin(symbols, sampling, progress=on_prompt)
         on_read(decoder)
         stops = stop_symbols(model) if ends is None else ends
-        yield from bytes_of(model, symbols, decoder.stream(length, stops))
+        yield from decode_symbols(model, symbols, decoder.stream(length, stops))
 
 
 def repetition_period(text: bytes | bytearray) -> int | None:
     """Return the smallest period in bytes with which a text ends; None if it does not repeat.
 
-    A text repeats if at least `REPEATS` periods and `MIN_REPEATED_BYTES` bytes at its end do.
+    A text repeats if at least `MIN_REPEATS` periods and `MIN_REPEATED_BYTES` bytes at its end do.
     """
-    for period in range(1, min(len(text) // REPEATS, MAX_PERIOD) + 1):
-        end = text[-max(REPEATS * period, MIN_REPEATED_BYTES) :]
+    for period in range(1, min(len(text) // MIN_REPEATS, MAX_PERIOD) + 1):
+        end = text[-max(MIN_REPEATS * period, MIN_REPEATED_BYTES) :]
         if len(end) >= MIN_REPEATED_BYTES and end[period:] == end[:-period]:
             return period
     return None

@@ -57,11 +57,11 @@ def load_model(
         warnings.warn(printable(message), stacklevel=2)
 
     model = load_named_model(Path(path), resolve_device(device), warn, compute)[0]
-    model.register_forward_pre_hook(_take_any_integers)
+    model.register_forward_pre_hook(_convert_ids)
     return model
 
 
-def _take_any_integers(model: LanguageModel, inputs: tuple) -> tuple:
+def _convert_ids(model: LanguageModel, inputs: tuple) -> tuple:
     """Convert ids of any integer dtype to int64, and check that they are a batch."""
     ids, *others = inputs
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
@@ -90,8 +90,8 @@ def load_named_model(
     """
     if compute is not None:
         check_choice("compute", compute, COMPUTE)
-    name, checkpoint = _with_context(*read_saved(path, note))
-    dtype = COMPUTE[compute or _trained_in(name, checkpoint, device)]
+    name, checkpoint = _restore_context(*read_saved(path, note))
+    dtype = COMPUTE[compute or _training_dtype(name, checkpoint, device)]
     model = empty_model(checkpoint, device, dtype)
     model.load_state_dict(checkpoint.tensors)
     model.tokenizer = saved_tokenizer(name, checkpoint, model.config)
@@ -127,11 +127,11 @@ def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
     Raises:
         ArbError: there is no checkpoint, or it is damaged.
     """
-    name, checkpoint = _with_context(*read_saved(path, note, accept_weights))
+    name, checkpoint = _restore_context(*read_saved(path, note, accept_weights))
     cpu = torch.device("cpu")
     model = empty_model(checkpoint, cpu, weights_only=True)  # with the angles of a baseline
     model.load_state_dict(checkpoint.tensors, assign=True)
-    return Weights(model, checkpoint, name, _trained_in(name, checkpoint, cpu))
+    return Weights(model, checkpoint, name, _training_dtype(name, checkpoint, cpu))
 
 
 def accept_weights(checkpoint: Checkpoint) -> set[str]:
@@ -210,7 +210,7 @@ def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = 
     return SavedModel(path_of(checkpoint, path), load_averages(checkpoint))
 
 
-def _with_context(path: Path, checkpoint: Checkpoint) -> SavedModel:
+def _restore_context(path: Path, checkpoint: Checkpoint) -> SavedModel:
     """Give an imported model the context that it came with, if it was tuned on shorter windows."""
     original = path.parent / COMPANIONS / CONFIG
     if original.exists():
@@ -235,11 +235,11 @@ def load_averages(checkpoint: Checkpoint) -> Checkpoint:
     for name, weight in empty_model(checkpoint).packed_tensors().items():
         average = tensors.pop(f"{name}.average", None)
         if average is not None:
-            below = tensors.get(f"{name}.remainder", average)
-            trits, below = split_average(weight.rule, average, below)
+            remainder = tensors.get(f"{name}.remainder", average)
+            trits, remainder = split_average(weight.rule, average, remainder)
             tensors[f"{name}.trits"] = trits
             if f"{name}.remainder" in tensors:  # if it was read
-                tensors[f"{name}.remainder"] = below
+                tensors[f"{name}.remainder"] = remainder
     data = {name: value for name, value in checkpoint.data.items() if name != "average"}
     return dataclasses.replace(checkpoint, tensors=tensors, data=data)
 
@@ -295,7 +295,7 @@ def _check_size(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     check_room(2 * size, "to read it, and make its model,", "use a machine with more memory")
 
 
-def _trained_in(file: Path, checkpoint: Checkpoint, device: torch.device) -> str:
+def _training_dtype(file: Path, checkpoint: Checkpoint, device: torch.device) -> str:
     """Return the dtype of activations in training, or the device's default without a run."""
     path, hint = file.parent / CONFIG, "give `--compute`"
     if is_export(checkpoint):  # exports have the dtype in their metadata

@@ -66,8 +66,8 @@ def _fields(line: bytes) -> dict[str, Any]:
             raise ArbError(f"no field is named `{name}`", f"use some of: {quoted(FIELDS)}")
         kind = FIELDS[name]
         if not is_of(field, kind):
-            words = {str: "a string", int: "an integer", float: "a number"}
-            raise ArbError(f"`{name}` is {json.dumps(field)[:SHOWN_LENGTH]}", f"give {words[kind]}")
+            kinds = {str: "a string", int: "an integer", float: "a number"}
+            raise ArbError(f"`{name}` is {json.dumps(field)[:SHOWN_LENGTH]}", f"give {kinds[kind]}")
     return value
 
 

@@ -29,7 +29,7 @@ def check_vocabulary(config: ModelConfig, tokenizer: "Tokenizer | None", name: s
     if tokenizer is None and config.vocabulary != VOCABULARY:
         raise ArbError(
             f"the model reads {config.vocabulary:,} tokens, and there is no tokenizer",
-            "name the file that made them: `--tokenizer tokenizer.json`",
+            "name the tokenizer that encoded them: `--tokenizer tokenizer.json`",
         )
     if tokenizer is not None and tokenizer.size > config.vocabulary:
         raise ArbError(
@@ -71,7 +71,7 @@ def saved_tokenizer(
     return tokenizer
 
 
-def ends_of(model: "LanguageModel") -> frozenset[int]:
+def stop_symbols(model: "LanguageModel") -> frozenset[int]:
     """Return the tokens that end a text of a model; none for a model of bytes."""
     return frozenset() if model.tokenizer is None else model.tokenizer.ends
 
@@ -89,7 +89,7 @@ def check_digest(tokenizer: "Tokenizer", digest: str | None, path: Path) -> None
         )
 
 
-def symbols_of(model: "LanguageModel", text: bytes | list[int]) -> Sequence[int]:
+def encode_prompt(model: "LanguageModel", text: bytes | list[int]) -> Sequence[int]:
     """Encode a prompt to the model's symbols, with the special tokens at the beginning.
 
     A list is already encoded.
@@ -105,7 +105,7 @@ def symbols_of(model: "LanguageModel", text: bytes | list[int]) -> Sequence[int]
     return text
 
 
-def bytes_of(
+def decode_symbols(
     model: "LanguageModel", prompt: Sequence[int], parts: Iterable[Sequence[int]]
 ) -> Iterator[bytes]:
     """Decode generated symbols to bytes, piece by piece.

@@ -1,8 +1,8 @@
 """Simulation of torch's CUDA allocator: blocks out of segments, and reserved memory.
 
-Only sizes and offsets, no memory. It follows `CUDACachingAllocator.cpp` of torch 2.11 to 2.13 as it
-is set up by default: no expandable segments, no rounding to powers of two, one stream for all that
-is not captured.
+It tracks sizes and offsets, and allocates no memory. It follows `CUDACachingAllocator.cpp` of torch
+2.11 to 2.13 with default settings: no expandable segments, no rounding to powers of two, one stream
+for everything that is not captured.
 """
 
 from bisect import bisect_left, insort
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 UNIT = 512
 """Every block is a multiple of these bytes."""
 SMALL = 2**20
-"""The largest block of the small pool."""
+"""Maximum size of a block in the small pool."""
 SMALL_SEGMENT = 2 * 2**20
 LARGE_SEGMENT = 20 * 2**20
 """Segment size for a block of the large pool below `OWN_SEGMENT`."""
 OWN_SEGMENT = 10 * 2**20
-"""The smallest block that gets a segment of its own size."""
+"""Minimum size of a block that gets a segment of its own size."""
 SEGMENT_UNIT = 2 * 2**20
 """Multiple that the size of such a segment is rounded up to."""
 
@@ -50,7 +50,7 @@ class Block:
     free: bool = False
 
     @property
-    def whole(self) -> bool:
+    def is_segment(self) -> bool:
         """Whether the block is its whole segment."""
         return self.before is None and self.after is None
 
@@ -104,13 +104,13 @@ class Allocator:
         size = round_up(size, UNIT)
         pool = self._current[size > SMALL]
         block = pool.take(size) or self._reserve(pool, size)
-        rest = block.size - size
-        if rest >= UNIT if pool.small else rest > SMALL:
-            other = Block(rest, block.address + size, pool, before=block, after=block.after)
+        remainder = block.size - size
+        if remainder >= UNIT if pool.small else remainder > SMALL:
+            split = Block(remainder, block.address + size, pool, before=block, after=block.after)
             if block.after:
-                block.after.before = other
-            block.after, block.size = other, size
-            pool.put(other)
+                block.after.before = split
+            block.after, block.size = split, size
+            pool.put(split)
         self.allocated += block.size
         return block
 
@@ -133,12 +133,12 @@ class Allocator:
         pool.put(block)
 
     def empty_cache(self) -> None:
-        """Return to the device every segment of which nothing is in use."""
+        """Return unused segments to the device."""
         for pool in self._shared:
             for _, _, block in pool.free:
-                if block.whole:
+                if block.is_segment:
                     self.reserved -= block.size
-            pool.free = [entry for entry in pool.free if not entry[-1].whole]
+            pool.free = [entry for entry in pool.free if not entry[-1].is_segment]
 
     @contextmanager
     def capturing(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Memory audit of real training steps: live memory at every stage, and leaks.
 
-On CUDA the levels are those of the allocator. A CPU has none to ask, so the storages that are alive
-are counted: each is noted when an operation returns it, or when Python holds it, and struck off
-when it dies.
+On CUDA the levels are read from the allocator. A CPU has no such allocator, so live storages are
+counted: each is added when an operation returns it, or when it is found among Python's objects, and
+removed when it is freed.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ from arbcli.training.parallel.group import Group
 from arbcli.training.teacher import read_teacher
 from arbcli.training.trainer import Trainer
 
-OF_RUN = "device", "backend", "compute", "batch", "accum", "steps"
-"""Settings of a run that its report has."""
+RUN_SETTINGS = "device", "backend", "compute", "batch", "accum", "steps"
+"""Settings of a run that are part of its report."""
 TOLERANCE = 0.01
 """Maximum relative error of the predicted size of the state."""
 
@@ -103,15 +103,15 @@ class AuditReport:
     peak_bytes: int
     """Peak of live memory over all steps, in bytes."""
     peak_error: float
-    """The predicted peak over this one, minus 1."""
+    """Relative error of the predicted peak: predicted / measured - 1."""
     checks: tuple[Check, ...]
     passed: bool
     floats: tuple[FloatTensor, ...] | None
-    """Every float tensor of the first step; None unless it was asked for."""
+    """All float tensors of the first step; None if `audit` was called without `floats`."""
 
 
 def config_of_any_gpu(**settings: Any) -> TrainConfig:
-    """Build a configuration for a GPU, which need not be there: for predictions alone."""
+    """Build a configuration for a GPU, for predictions; the machine does not need one."""
     if torch.cuda.is_available():
         return new_config(**settings, device="cuda")
     compute = settings.pop("compute", "bf16")
@@ -130,7 +130,7 @@ def check_fit(
         progress: called with the subject of the prediction, before each of its steps.
 
     Raises:
-        ArbError: the batches alone are beyond any machine.
+        ArbError: the batches alone exceed this machine's memory.
     """
     started = time.perf_counter()
     positions = config.batch * config.accum * config.model.ctx
@@ -139,7 +139,7 @@ def check_fit(
         config, captured=True, progress=lambda stage: progress(f"predicting {stage}")
     )
     fits = peak.evaluated_bytes <= budget
-    advice = None if fits else _what_fits(config, peak, budget, progress)
+    advice = None if fits else _fitting_options(config, peak, budget, progress)
     return FitReport(
         budget_bytes=budget,
         predicted_peak=peak,
@@ -149,21 +149,21 @@ def check_fit(
     )
 
 
-def _what_fits(
+def _fitting_options(
     config: TrainConfig, peak: PeakReport, budget: int, progress: Callable[[str], None]
 ) -> str:
-    """Predict which fits: packed gates, else recomputing, or more and smaller micro-batches."""
+    """Find options that fit: packed gates, else recomputation, or smaller micro-batches."""
 
-    def predict_with(words: str, **changes: Any) -> PeakReport:
+    def predict_with(options: str, **changes: Any) -> PeakReport:
         return predict_peak(
             dataclasses.replace(config, **changes),
             captured=True,
-            progress=lambda stage: progress(f"predicting {stage} with {words}"),
+            progress=lambda stage: progress(f"predicting {stage} with {options}"),
         )
 
-    nothing = "no batch fits: use a smaller --ctx or --preset, or --rule nibble"
+    no_fit = "no batch fits: use a smaller --ctx or --preset, or --rule nibble"
     if budget <= peak.state_bytes:
-        return nothing
+        return no_fit
     # packing saves at most a quarter of what is not state
     least = peak.evaluated_bytes - (peak.evaluated_bytes - peak.state_bytes) / 4
     packs = least < budget and not config.pack and not config.bars_to_packing()
@@ -179,20 +179,20 @@ def _what_fits(
             fitting.append(recompute)
         else:
             kinds.append((f" {recompute}", recomputing, recomputed))
-    for words, changes, full in kinds:
+    for options, changes, full in kinds:
         for batch in (b for b in range(config.batch - 1, 0, -1) if config.batch % b == 0):
             # what grows with the batch is at most all that is not state
             share = batch / config.batch
             if full.state_bytes + share * (full.evaluated_bytes - full.state_bytes) > budget:
                 continue
             accum = config.accum * config.batch // batch
-            smaller = f"--batch {batch} --accum {accum}{words}"
+            smaller = f"--batch {batch} --accum {accum}{options}"
             if predict_with(smaller, batch=batch, accum=accum, **changes).evaluated_bytes <= budget:
                 fitting.append(smaller)
                 break
         if fitting:
             return f"it fits with {', or with '.join(fitting)}"
-    return nothing
+    return no_fit
 
 
 def audit(
@@ -220,7 +220,7 @@ def audit(
     Raises:
         ArbError: there is not enough memory, or the snapshot cannot be written.
     """
-    # a text that is shorter than the context is refused before a step of such a size is traced
+    # refuses a text that is shorter than the context, before a step of this size is traced
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
     check_memory(config)
     group = group or Group()
@@ -232,8 +232,8 @@ def audit(
     )
     predicted(predicted_peak)
     teacher = read_teacher(config)
-    known = teacher and teacher.checkpoint
-    tensors, listed = LiveTensors(torch.device(config.device)), None
+    checkpoint = teacher and teacher.checkpoint
+    tensors, float_report = LiveTensors(torch.device(config.device)), None
     smaller = "use a smaller `--batch`, `--ctx` or `--preset`"
     with (
         explained_out_of_memory(f"a step needs {predicted_peak.peak_bytes:,} bytes: {smaller}"),
@@ -243,7 +243,7 @@ def audit(
         use_backend(config.backend),
         tensors,
     ):
-        trainer = Trainer(config, texts, group=group, teacher=known)
+        trainer = Trainer(config, texts, group=group, teacher=checkpoint)
         levels = [read_level(tensors, 0, "load")]
         loaded_bytes = tensors.bytes
         loaded_bytes -= measure(trainer.model, trainer.updater).counter_bytes
@@ -256,7 +256,7 @@ def audit(
                 watch = FloatTensors(tensors.device, trainer.model)
                 with watch.watching():
                     levels += _watched_step(trainer, tensors, step, watch.reached)
-                listed = watch.report()
+                float_report = watch.report()
             else:
                 levels += _watched_step(trainer, tensors, step)
         seconds = time.perf_counter() - started
@@ -269,7 +269,7 @@ def audit(
         check_levels([level.live_bytes for level in levels if level.stage == "end"]),
     )
     return AuditReport(
-        **{name: getattr(config, name) for name in OF_RUN},
+        **{name: getattr(config, name) for name in RUN_SETTINGS},
         predicted=state,
         predicted_peak=predicted_peak,
         measured=measured,
@@ -279,7 +279,7 @@ def audit(
         peak_error=predicted_peak.peak_bytes / peak_bytes - 1,
         checks=checks,
         passed=all(check.passed for check in checks),
-        floats=listed,
+        floats=float_report,
     )
 
 

@@ -1,4 +1,4 @@
-"""One decoding step after a prefill: its sizes in each block, and its memory."""
+"""Measurements of a decoding step after a prefill: magnitudes in each block, and memory."""
 
 import math
 from collections.abc import Iterator
@@ -32,21 +32,21 @@ from arbcli.training.directory import open_run_texts
 from arbcli.training.record import finite
 
 STEPS = 3
-"""Measured decoding steps, which are made once before: the first, and the first in which a chunk
-begins, keep derived constants."""
+"""Number of measured decoding steps. They run once before, as the first step and the first one that
+begins a chunk cache derived constants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockReading:
-    """Sizes in one block at the decoded position; None where a size is not finite or absent."""
+    """Magnitudes in a block at the decoded position; None if one is not finite or absent."""
 
     name: str
     stream: float | None
-    """The largest |x| of the residual stream after the block."""
+    """Maximum |x| of the residual stream after the block."""
     branches: dict[str, float | None]
-    """The largest |f| that each part adds to the stream."""
+    """Maximum |f| of the output f that each part adds to the stream."""
     attention_min: float | None
-    """Least attention logit of all heads, over the positions in view."""
+    """Minimum attention logit over all heads and visible positions."""
     attention_max: float | None
 
 

@@ -1,7 +1,7 @@
 """Every float tensor of a training step: its module, stage and bytes, and whether it survives.
 
-An operation of torch makes each of them, or a launcher that allocates for a kernel: registers and
-the stacks of loops in C are not tensors.
+Each is the result of a torch operation, or is allocated by a launcher for a kernel; registers and
+stack variables of loops in C are not tensors.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class FloatTensor:
 
 
 class FloatTensors(Storages):
-    """Sees every float tensor that comes to life in a step of a model while the mode is on."""
+    """Records every float tensor that a step of a model allocates while the mode is on."""
 
     def __init__(self, device: torch.device, model: Module) -> None:
         super().__init__(device)
@@ -104,11 +104,11 @@ class FloatTensors(Storages):
     def _leave(self, _module: Module, _inputs: Any, outputs: Any) -> None:
         name = self._within.pop()
 
-        def came_back(gradient: Tensor) -> None:
+        def on_gradient(gradient: Tensor) -> None:
             self._within = [OUTSIDE, name]
 
         for output in tree_leaves(outputs):
-            # a module may hand on what one within it, or before it, has made
-            made_here = isinstance(output, Tensor) and not output._backward_hooks
-            if made_here and output.requires_grad and self.stage == "forward":
-                output.register_hook(came_back)
+            # a module may return the output of an inner or an earlier module
+            is_new_output = isinstance(output, Tensor) and not output._backward_hooks
+            if is_new_output and output.requires_grad and self.stage == "forward":
+                output.register_hook(on_gradient)

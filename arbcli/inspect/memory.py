@@ -41,14 +41,14 @@ MAX_COUNTER_BYTES = 2**14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Memory of some of the weights."""
+    """Memory of a group of weights."""
 
     weights: int
     """Logical weights: one a trit, padding not counted."""
     padding_trits: int
     """Trits that fill the last byte of a row."""
     bytes_by_kind: dict[str, int]
-    """Every one of `KINDS`; a nibble's moment is in the byte of its remainder."""
+    """Size in bytes of each of `KINDS`; a nibble's moment is in the byte of its remainder."""
     state_bytes: int
     bytes_per_weight: float
 
@@ -61,7 +61,7 @@ class StateReport:
     areas: dict[str, Footprint]
     total: Footprint
     trained_weights: int
-    """All but those of the norms, which are frozen."""
+    """Number of weights except those of norms, which are frozen."""
     adamw_bytes: int
     """Memory of these weights, their gradients and AdamW's two moments in float32."""
 
@@ -101,7 +101,7 @@ class WhatIfReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredState:
-    """Tensors of a model: its buffers, its parameters and every other tensor it can reach."""
+    """Tensors of a model: buffers, parameters and all others that are reachable from it."""
 
     bytes_by_area: dict[str, dict[str, int]]
     """Bytes by area, then by kind; tensors that no module declares are in `other`."""
@@ -109,7 +109,7 @@ class MeasuredState:
     counter_bytes: int
     """Seeds, keys and counters: small integers that are not buffers."""
     float_parameters: int
-    """Elements of parameters, which no packed model has."""
+    """Number of elements of parameters; 0 for packed models."""
     float_buffers: int
     """Number of elements of float buffers."""
     float_attributes: int
@@ -180,7 +180,7 @@ def sizes_by_area(model: "LanguageModel") -> dict[str, Counter[str]]:
 
 
 def _footprint(weights: int, sizes: Counter[str]) -> Footprint:
-    """Describe some weights, whose buffers have these bytes by kind."""
+    """Return the footprint of weights from the sizes of their buffers in bytes, by kind."""
     state_bytes = sizes.total()
     return Footprint(
         weights=weights,

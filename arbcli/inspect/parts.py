@@ -18,8 +18,8 @@ class PartReport:
     """A part, or several equal ones that follow one another."""
 
     path: str
-    """Name of its module; that of blocks ends in the first and the last number, as in `blocks.2-8`,
-    or in `blocks.2-8 by 2` where others are between them."""
+    """Name of its module. Several blocks have the first and the last number, as in `blocks.2-8`, or
+    `blocks.2-8 by 2` if other blocks are between them."""
     depth: int
     """Depth in the tree: number of enclosing parts."""
     count: int
@@ -54,9 +54,9 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
                 zip(module.children(), config.chunkings, strict=True)
             ):
                 path, stage_config = f"stages.{index}", config.stages[index]
-                about = _stream(stage_config)
-                about |= {"boundaries": chunking.boundaries, "length": chunking.length}
-                yield _part(path, [stage], kind="stage", shape=_words(about))
+                fields = _stream(stage_config)
+                fields |= {"boundaries": chunking.boundaries, "length": chunking.length}
+                yield _part(path, [stage], kind="stage", shape=_format_fields(fields))
                 for child, part in stage.named_children():
                     blocks = {"encoder": stage_config.before, "decoder": stage_config.after}.get(
                         child
@@ -67,7 +67,7 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
                         yield from _blocks(f"{path}.{child}", part, blocks)
         elif name == "blocks":
             main = config.main
-            yield _part(name, [module], kind="stage", shape=_words(_stream(main)))
+            yield _part(name, [module], kind="stage", shape=_format_fields(_stream(main)))
             yield from _blocks(name, model.blocks, main.blocks)
         elif name == "head" and config.tied:
             yield _part(name, [module], kind=name, shape="that of the embedding")
@@ -77,10 +77,10 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
 
 def _stream(stage: StageConfig) -> dict[str, Any]:
     """Return the fields of a stage's stream; optional ones if they differ from the default."""
-    about: dict[str, Any] = {"dim": stage.dim, "streams": stage.streams}
+    fields: dict[str, Any] = {"dim": stage.dim, "streams": stage.streams}
     if stage.contribution != 1:
-        about["contribution"] = stage.contribution
-    return about | ({} if stage.bound is None else {"bound": stage.bound})
+        fields["contribution"] = stage.contribution
+    return fields | ({} if stage.bound is None else {"bound": stage.bound})
 
 
 def _configs(config: ModelConfig) -> dict[str, Any]:
@@ -94,9 +94,9 @@ def _configs(config: ModelConfig) -> dict[str, Any]:
 
 def _blocks(path: str, stack: "Module", configs: Iterable[Any]) -> Iterator[PartReport]:
     """Yield the reports of blocks and their parts; a run of equal or alternating blocks is one."""
-    configs, every = list(configs), [*stack.children()]
-    for numbers in _equal(configs):
-        blocks, ends = [every[number] for number in numbers], str(numbers.start)
+    configs, all_blocks = list(configs), [*stack.children()]
+    for numbers in _repeated_blocks(configs):
+        blocks, ends = [all_blocks[number] for number in numbers], str(numbers.start)
         if len(numbers) > 1:
             ends += f"-{numbers[-1]}" + (f" by {numbers.step}" if numbers.step > 1 else "")
         prefix = f"{path}.{ends}"
@@ -110,7 +110,7 @@ def _blocks(path: str, stack: "Module", configs: Iterable[Any]) -> Iterator[Part
             yield _part(f"{prefix}.{name}", branches, depth=2, config=part)
 
 
-def _equal(configs: list[Any]) -> Iterator[range]:
+def _repeated_blocks(configs: list[Any]) -> Iterator[range]:
     """Yield the indices of repeated blocks: runs of equal blocks, or of a repeated pattern.
 
     A pattern is as short as possible, and is repeated at least once.
@@ -143,7 +143,7 @@ def _part(
     tensors = [tensor for module in modules for tensor in _state_of(module)]
     trained = [tensor for tensor in tensors if not getattr(tensor, "frozen", True)]
     if shape is None and config is not None:
-        shape = _words(given_fields(config))
+        shape = _format_fields(given_fields(config))
     if shape is None:
         first = [tensor for tensor in _state_of(modules[0]) if not getattr(tensor, "frozen", True)]
         shape = ", ".join(f"{weight.out_features:,} x {weight.in_features:,}" for weight in first)
@@ -170,7 +170,7 @@ def _state_of(part: "Module | tuple[Module | None, ...]") -> list[Any]:
     return [child for child in inside if isinstance(child, StateModule | Weight)]
 
 
-def _words(fields: dict[str, Any]) -> str:
+def _format_fields(fields: dict[str, Any]) -> str:
     """Write fields and their values: `heads 12, shared, no sub norm`."""
     words = []
     for name, value in fields.items():
@@ -178,7 +178,7 @@ def _words(fields: dict[str, Any]) -> str:
         if name == "kind" or (name == "streams" and value == 1):
             continue
         if isinstance(value, dict):
-            words.append(f"{text} ({_words(value)})")
+            words.append(f"{text} ({_format_fields(value)})")
         elif isinstance(value, bool):
             words.append(text if value else f"no {text}")
         elif isinstance(value, list):

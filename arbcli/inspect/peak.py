@@ -26,24 +26,24 @@ from arbcli.training.teacher import read_teacher
 from arbcli.training.trainer import Trainer
 
 ASSUMED_GPU = ((9, 0), 132)
-"""Compute capability and processors where there is no GPU to ask: those of an H200."""
+"""Compute capability and multiprocessors of an H200, assumed if there is no GPU."""
 WARM_STEPS = 2
 """Steps that are not captured; every later one allocates the same as the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AtPeak:
-    """Equal tensors that are alive at the peak, besides the state."""
+class PeakTensor:
+    """Tensors of one origin, dtype and shape that are alive at the peak, except the state."""
 
     part: str
     """`saved`, `transient` or `constant`: see `PeakReport`."""
     made_in: str
-    """The function of this package that allocates them; `autograd` where none does."""
+    """Function of this package that allocates them; `autograd` if there is none."""
     tensor: str
     """Dtype and shape; empty for workspaces."""
     number: int
     bytes: int
-    """Bytes of all of them, in the allocator's blocks."""
+    """Total size in bytes, in the allocator's blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +61,21 @@ class PeakReport:
     state_bytes: int
     """Memory that is alive before the first step."""
     saved_bytes: int
-    """Memory that the forward allocated and that is still alive at the peak."""
+    """Memory allocated in the forward pass that is still alive at the peak."""
     transient_bytes: int
-    """Memory allocated after it: gradients, and tensors of the shape of a weight."""
+    """Memory allocated after the forward pass: gradients, and tensors of the shape of a weight."""
     constant_bytes: int
     """Memory that steps leave alive: rotary table, keys, workspaces of the matrix library."""
     peak_bytes: int
-    """The sum of these four; on CUDA in the allocator's blocks."""
+    """Sum of state, saved, transient and constant memory; on CUDA in the allocator's blocks."""
     reserved_bytes: int
-    """Memory that the CUDA allocator reserves for it, gaps included; on a CPU the same."""
+    """Memory that the CUDA allocator reserves, gaps included; on a CPU `peak_bytes`."""
     evaluated_bytes: int
-    """The same once the run has also evaluated: outside of a captured step that takes its own."""
+    """`reserved_bytes` after an evaluation, which allocates outside the pool of captured steps."""
     at: str
-    """The function that allocates the last of it; of `autograd` the operation too."""
-    live: tuple[AtPeak, ...]
-    """All that is alive at the peak besides the state, the largest first."""
+    """Function whose allocation reaches the peak; with the operation if it is `autograd`."""
+    live: tuple[PeakTensor, ...]
+    """Tensors alive at the peak except the state, the largest first."""
 
 
 CUBLAS_BYTES = 8 * 4096 * 2**10
@@ -87,15 +87,15 @@ WORKSPACES = {
     torch.ops.aten.bmm.default: CUBLAS_BYTES,
     torch.ops.aten._scaled_mm.default: CUBLASLT_BYTES,
 }
-"""Bytes that a library keeps once it has computed such an operation, by operation."""
+"""Size in bytes of the workspace that a library keeps after an operation, by operation."""
 
 
 def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.is_meta and index.dtype == torch.bool
 
 
-class _Total:
-    """A memory that only counts, as that of a CPU is."""
+class _ByteCounter:
+    """Memory of a CPU, of which only the size is counted."""
 
     def __init__(self) -> None:
         self.allocated = self.reserved = self.peak_reserved = 0
@@ -115,7 +115,7 @@ class _Trace(Storages):
     def __init__(self, device: torch.device) -> None:
         super().__init__(META)
         self.uses_gpu, self.uses_cpu = device.type == "cuda", device.type == "cpu"
-        self.memory: Allocator | _Total = Allocator() if self.uses_gpu else _Total()
+        self.memory: Allocator | _ByteCounter = Allocator() if self.uses_gpu else _ByteCounter()
         self.parts = dict.fromkeys(("state", "saved", "transient", "constant"), 0)
         self.peak, self.peak_parts, self.at = 0, self.parts, ""
         self._workspaces: dict[tuple[int, bool, bool], _Allocation] = {}
@@ -145,13 +145,13 @@ class _Trace(Storages):
             captured = isinstance(self.memory, Allocator) and self.memory.is_capturing
             workspace = (WORKSPACES[func], self._runs_backward, captured)
             if workspace not in self._workspaces:
-                self._workspaces[workspace] = self._take(WORKSPACES[func], func, "constant")
+                self._workspaces[workspace] = self._allocate(WORKSPACES[func], func, "constant")
         return result
 
     def on_alloc(self, tensor: Tensor, size: int, op: Any) -> "_Allocation":
         """Allocate memory for a storage."""
         shape = "x".join(map(str, tensor.shape))
-        return self._take(size, op, tensor=f"{dtype_name(tensor.dtype)} {shape}")
+        return self._allocate(size, op, tensor=f"{dtype_name(tensor.dtype)} {shape}")
 
     def on_free(self, storage: "_Allocation") -> None:
         """Free the memory of a storage."""
@@ -167,15 +167,15 @@ class _Trace(Storages):
                 self.parts["constant"] += allocation.size
                 self.alive[key] = allocation._replace(part="constant")
 
-    def live(self) -> tuple[AtPeak, ...]:
+    def live(self) -> tuple[PeakTensor, ...]:
         """List the tensors alive at the peak, besides the state."""
-        sizes: dict[tuple[str, str, str], list[int]] = {}
-        for made in self._allocations_at_peak:
-            if made.part != "state":
-                sizes.setdefault((made.part, made.made_in, made.tensor), []).append(made.size)
+        groups: dict[tuple[str, str, str], list[int]] = {}
+        for _, size, part, made_in, tensor in self._allocations_at_peak:
+            if part != "state":
+                groups.setdefault((part, made_in, tensor), []).append(size)
         rows = [
-            AtPeak(part=part, made_in=function, tensor=tensor, number=len(alike), bytes=sum(alike))
-            for (part, function, tensor), alike in sizes.items()
+            PeakTensor(part=part, made_in=name, tensor=tensor, number=len(sizes), bytes=sum(sizes))
+            for (part, name, tensor), sizes in groups.items()
         ]
         return tuple(sorted(rows, key=lambda row: -row.bytes))
 
@@ -184,7 +184,7 @@ class _Trace(Storages):
         """Whether autograd runs, which has a thread of its own for a GPU."""
         return torch._C._current_graph_task_id() >= 0
 
-    def _take(
+    def _allocate(
         self, size: int, op: Any, part: str | None = None, *, tensor: str = ""
     ) -> "_Allocation":
         part = part or (
@@ -217,8 +217,8 @@ class _Allocation(NamedTuple):
     """Dtype and shape, or empty."""
 
 
-class _AnyText(Text):
-    """Stand-in for a text, of which a prediction only needs shapes."""
+class _PlaceholderText(Text):
+    """Placeholder for a text, as a prediction only needs the shapes of batches."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__([])
@@ -239,8 +239,8 @@ class _AnyText(Text):
         return windows.view(len(starts), length)
 
 
-class _Imagined(Group):
-    """A group of which only this process exists; messages of others are uninitialised.
+class _SimulatedGroup(Group):
+    """A process group simulated in one process; messages of the others are uninitialised.
 
     It allocates the same memory as a real group, which is all that a prediction measures.
     """
@@ -261,7 +261,7 @@ class _Imagined(Group):
         stacked = torch.stack(tensors)
         return [part for _ in range(self.size) for part in torch.empty_like(stacked)]
 
-    def _reduce(self, tensor: Tensor, how: Any) -> Tensor:
+    def _reduce(self, tensor: Tensor, op: Any) -> Tensor:
         return tensor.clone()
 
 
@@ -277,19 +277,19 @@ def predict_peak(
 
     Args:
         config: configuration of a run with packed weights.
-        captured: whether it is captured after a few steps, as `arb train` does it on a GPU.
+        captured: whether the step is captured after a few steps, as in `arb train` on a GPU.
         rank: rank of the process.
         size: number of processes of the run.
         progress: called with `step 1 of 3` before that step.
     """
     device = torch.device(config.device)
-    group = _Imagined(rank, size) if size > 1 else None
+    group = _SimulatedGroup(rank, size) if size > 1 else None
     captured = captured and config.backend == "triton"
     trace, teacher = _Trace(device), read_teacher(config)
     with deterministic(), compile_for(*_gpu(device)), no_compiler(), trace, no_memory(device):
-        text = _AnyText(config)
-        known = teacher and teacher.checkpoint
-        trainer = Trainer(config, Texts(text, text, ""), group=group, teacher=known)
+        text = _PlaceholderText(config)
+        checkpoint = teacher and teacher.checkpoint
+        trainer = Trainer(config, Texts(text, text, ""), group=group, teacher=checkpoint)
         trace.end_stage()
         for step in range(1, WARM_STEPS + 1):
             progress(f"step {step} of {WARM_STEPS + captured}")

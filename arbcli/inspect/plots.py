@@ -23,7 +23,7 @@ UNIFORM = math.log(256)
 INK, FAINT = "#333333", "#999999"
 BLUE, ORANGE, GREEN = "#1f6fb4", "#e07b00", "#2a9d4e"
 MAX_LABEL = 40
-"""Number of characters up to which a legend has the settings of a run instead of its name."""
+"""Maximum length of a run's settings in a legend; longer ones are replaced by its name."""
 
 
 def require_matplotlib() -> None:

@@ -51,7 +51,7 @@ class RanksReport:
     """Memory budget of each process; None if none was given."""
     ranks: tuple[RankReport, ...]
     passed: bool
-    """Whether each fits the budget, and all that was measured is as it must be."""
+    """Whether each process fits the budget, and all checks of measurements passed."""
 
 
 def predict_ranks(
@@ -69,7 +69,7 @@ def predict_ranks(
         progress: called with the subject of each prediction, before it.
 
     Raises:
-        ArbError: the run cannot be shared out so.
+        ArbError: the run cannot be shared by `size` processes.
     """
     check_shares(config, size)
     ranks = []
@@ -81,17 +81,17 @@ def predict_ranks(
 
 
 def audit_ranks(config: TrainConfig, group: Group) -> RanksReport:
-    """Measure real steps in processes that share them, one of which this is.
+    """Measure real steps of a run that is shared by processes; collective.
 
     Args:
         config: configuration of the run; its device is that of this process.
         group: the processes.
 
     Returns:
-        The same in all of them.
+        The report, the same in all processes.
 
     Raises:
-        ArbError: the run cannot be shared out so, or there is not enough memory.
+        ArbError: the run cannot be shared by the processes, or there is not enough memory.
     """
     check_shares(config, group.size)
     share = share_out(config, group.size)[group.rank]

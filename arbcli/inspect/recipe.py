@@ -22,17 +22,18 @@ STEP_TOKENS = 65_536
 """Tokens of a step on a GPU."""
 MIN_STEP_TOKENS = 4096
 """Tokens of a step on other devices, and of a short text."""
-STEPS_OF_TEXT = 100
-"""Least number of steps in which a text is read once, where `MIN_STEP_TOKENS` allows it."""
+MIN_STEPS_PER_PASS = 100
+"""Minimum number of steps in a pass over a text, if `MIN_STEP_TOKENS` allows it."""
 EPOCHS = 3
 """Default number of passes over a text that is shorter than the default number of steps."""
-KEPT_TOKENS = 8192
-"""Least tokens of a micro-batch on a GPU that keeps its activations. A smaller one spends more time
-on its passes over the gradients than on recomputing activations in a larger one."""
-TRACED = 2
-"""Most micro-batches of a process that are traced; later ones allocate the same as the second."""
+MIN_KEPT_TOKENS = 8192
+"""Minimum number of tokens in a micro-batch on a GPU that keeps its activations. A smaller one
+takes more time, in passes over the gradients, than a larger one that recomputes activations."""
+MAX_TRACED = 2
+"""Maximum number of traced micro-batches per process; later ones allocate the same as the second.
+"""
 MAX_SUMMED = 64
-"""Most micro-batches whose sum has 16 bits by default, as the traced sum of `int16` has."""
+"""Maximum number of micro-batches that are summed in 16 bits by default, as in the trace."""
 SEGMENT = 20 * 2**20
 """Bytes that the allocator may reserve for the inputs of micro-batches that are not traced."""
 USABLE, USABLE_BY_CPU = 0.95, 0.75
@@ -51,29 +52,29 @@ class Recipe:
     """Micro-batches of a step, over all processes."""
     recompute: bool
     reduce_dtype: str | None
-    """Integers that micro-batches are summed in; None averages each in the moment."""
+    """Integer format in which micro-batches are summed; None averages each into the moment."""
     budget_bytes: int
     reserved_bytes: int
     """Predicted memory of a process, evaluations included."""
     speed: Speed | None
-    """None of several processes, and where it cannot be estimated."""
+    """Expected speed; None for several processes, or if it cannot be estimated."""
 
     @property
     def options(self) -> str:
         """Options of `arb train`."""
-        words = f"--ctx {self.ctx} --batch {self.batch} --accum {self.accum}"
+        text = f"--ctx {self.ctx} --batch {self.batch} --accum {self.accum}"
         if self.recompute:
-            words += " --recompute"
+            text += " --recompute"
         in_place = self.reduce_dtype is None and self.accum > MAX_UNSUMMED
-        return f"{words} --reduce-dtype none" if in_place else words
+        return f"{text} --reduce-dtype none" if in_place else text
 
     @property
     def summary(self) -> str:
         """Tokens of a step, memory and speed, in words."""
         used, budget = (size / 2**30 for size in (self.reserved_bytes, self.budget_bytes))
         tokens = self.ctx * self.batch * self.accum
-        words = f"{tokens:,} tokens a step, {used:.2f} of {budget:.2f} GiB predicted"
-        return f"{words}, {self.speed}" if self.speed else words
+        text = f"{tokens:,} tokens a step, {used:.2f} of {budget:.2f} GiB predicted"
+        return f"{text}, {self.speed}" if self.speed else text
 
 
 def tuning_context(model: ModelConfig) -> int:
@@ -100,7 +101,7 @@ def choose_step(
 ) -> Recipe | None:
     """Choose the largest micro-batch that fits, and as many as make up a step.
 
-    Activations are recomputed only if few windows fit otherwise: see `KEPT_TOKENS`. Many
+    Activations are recomputed only if few windows fit otherwise: see `MIN_KEPT_TOKENS`. Many
     micro-batches are summed if the sums fit, too.
 
     Args:
@@ -117,19 +118,19 @@ def choose_step(
     uses_gpu = config.device.startswith("cuda")
     tokens = STEP_TOKENS if uses_gpu else MIN_STEP_TOKENS
     if text_tokens is not None:
-        while tokens > MIN_STEP_TOKENS and tokens * STEPS_OF_TEXT > text_tokens:
+        while tokens > MIN_STEP_TOKENS and tokens * MIN_STEPS_PER_PASS > text_tokens:
             tokens //= 2
     context = config.model.ctx
     windows = max(tokens // processes // context, 1)
     batches = [2**n for n in reversed(range(windows.bit_length()))]
-    kept = min(KEPT_TOKENS // context, batches[0]) if uses_gpu else 1
+    min_batch = min(MIN_KEPT_TOKENS // context, batches[0]) if uses_gpu else 1
     shares = share_out(config, processes) if processes > 1 else []
     rank = max(range(len(shares)), key=lambda rank: shares[rank].state_bytes, default=0)
     reserved_bytes: dict[tuple[int, bool], int] = {}
 
     def fits(batch: int, recompute: bool, *, summed: bool = False) -> bool:
         number = batches[0] // batch
-        accum = processes * min(number, TRACED)
+        accum = processes * min(number, MAX_TRACED)
         step = dataclasses.replace(config, batch=batch, accum=accum, recompute=recompute)
         if summed:
             step = dataclasses.replace(step, reduce_dtype="int16")
@@ -137,7 +138,7 @@ def choose_step(
             return False
         progress(f"predicting --batch {batch}{' --recompute' * recompute}")
         peak = predict_peak(step, captured=True, rank=rank, size=processes)
-        size = peak.evaluated_bytes + SEGMENT * (number > TRACED)
+        size = peak.evaluated_bytes + SEGMENT * (number > MAX_TRACED)
         if size <= budget or not summed:
             reserved_bytes[batch, recompute] = size
         return size <= budget
@@ -145,11 +146,11 @@ def choose_step(
     for recompute in (False, True):
         if recompute < config.recompute or (recompute and config.pack):
             continue
-        tried = batches if recompute else [batch for batch in batches if batch >= kept]
+        candidates = batches if recompute else [batch for batch in batches if batch >= min_batch]
         fitting = partial(fits, recompute=recompute)
-        index = 0 if fitting(tried[0]) else bisect_left(tried, True, lo=1, key=fitting)
-        if index < len(tried):
-            batch, reduce_dtype = tried[index], config.reduce_dtype
+        index = 0 if fitting(candidates[0]) else bisect_left(candidates, True, lo=1, key=fitting)
+        if index < len(candidates):
+            batch, reduce_dtype = candidates[index], config.reduce_dtype
             accum = batches[0] // batch * processes
             may_sum = sums and reduce_dtype is None and MAX_UNSUMMED < accum <= MAX_SUMMED
             if may_sum and fits(batch, recompute, summed=True):

@@ -1,9 +1,8 @@
 """Check that there is memory for a run, before any of it is allocated.
 
-An allocator of a GPU refuses in time, and nothing is lost. That of a CPU does not: the machine
-swaps, or ends the process. Only memory that every step certainly holds is counted here, so it is
-known at once and refuses no run that fits; `arb audit-memory --budget` predicts the complete
-memory.
+A GPU's allocator raises an error in time, and nothing is lost. A CPU's does not: the machine swaps,
+or kills the process. Only memory that every step certainly holds is counted here, so the check is
+immediate and refuses no run that fits; `arb audit-memory --budget` predicts the complete memory.
 """
 
 import torch
@@ -20,7 +19,7 @@ BATCH_BYTES = 2 * 8
 
 
 def least_bytes(config: TrainConfig) -> int:
-    """Count the bytes that a step holds at once, at least."""
+    """Return a lower bound of a step's peak memory, in bytes."""
     model, state = config.model, predict_run(config)
     ternary = model.weights == "ternary"
     positions = config.batch * model.ctx
@@ -52,14 +51,14 @@ def _saved_width(config: TrainConfig) -> int:
 
 
 def check_memory(config: TrainConfig, hint: str = HINT) -> None:
-    """Refuse a run that this machine has no memory for.
+    """Check that this machine has enough memory for a run.
 
     Args:
         config: configuration of the run.
         hint: hint of the error.
 
     Raises:
-        ArbError: it has not enough.
+        ArbError: it does not have `least_bytes`.
     """
     free = free_bytes(torch.device(config.device))
     check_room(least_bytes(config), "a training step", hint, free)

@@ -1,4 +1,4 @@
-"""Expected speed of a step on a GPU: the sizes of a model at rates that were fitted on an H200."""
+"""Expected speed of a step on a GPU, from the sizes of the model and rates fitted on an H200."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from arbcli.model.layers.symbols import KEPT_BYTES
 from arbcli.model.rules import find_rule
 
 FITTED_ON = "NVIDIA H200"
-"""Rates are those of steps of `benchmarks.large_tuning` together, not of kernels alone."""
+"""GPU of the rates, which were fitted to complete steps of `benchmarks.large_tuning`."""
 PRODUCTS, PRODUCTS_FP8 = 9.1e14, 1.77e15
 """Operations per second of products in bf16, attention without its mask included, and in e4m3."""
 ACTIVATIONS = 3.0e11
@@ -22,7 +22,7 @@ WEIGHTS = 1e11
 ORTHOGONAL = 5.0e13
 """Weights per second times the width of the stream, in Newton-Schulz iterations."""
 MIN_SECONDS = 8e-5
-"""Seconds of a part of a small model in a micro-batch, whose kernels take their least time."""
+"""Minimum time in seconds of a part in a micro-batch, which small models reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +30,17 @@ class Speed:
     """Expected speed of the captured steps of a process."""
 
     gpu: str
-    """This machine's GPU if the rate of its products is known, else `FITTED_ON`."""
+    """This machine's GPU if its peak rate is known, else `FITTED_ON`."""
     tokens_per_second: float
     fp8_tokens_per_second: float | None
     """The same with products in e4m3; None if these are set already or not supported."""
 
     def __str__(self) -> str:
         """Describe the speed in words, with two digits."""
-        words = f"about {_rounded(self.tokens_per_second)} tokens/s on an {self.gpu}"
+        text = f"about {_rounded(self.tokens_per_second)} tokens/s on an {self.gpu}"
         if self.fp8_tokens_per_second is None:
-            return words
-        return f"{words}, {_rounded(self.fp8_tokens_per_second)} with --compute fp8"
+            return text
+        return f"{text}, {_rounded(self.fp8_tokens_per_second)} with --compute fp8"
 
 
 def expected_speed(config: TrainConfig) -> Speed | None:

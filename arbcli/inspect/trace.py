@@ -104,9 +104,9 @@ def no_compiler() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         code = torch._disable_dynamo(lambda: None).__code__
         wrappers = [
-            thing
-            for thing in gc.get_objects()
-            if type(thing) is FunctionType and thing.__code__ is code
+            function
+            for function in gc.get_objects()
+            if type(function) is FunctionType and function.__code__ is code
         ]
         # what a wrapper calls is in its closure; torch replaces the `__wrapped__` of some
         for cell in (cell for wrapper in wrappers for cell in wrapper.__closure__ or ()):
@@ -161,7 +161,7 @@ def calling_function() -> str:
 
 @contextmanager
 def no_memory(device: torch.device) -> Iterator[None]:
-    """Run code for `device` on tensors that have shapes and storages, but no memory.
+    """Run code for `device` within the block on tensors with shapes and storages, but no memory.
 
     They are torch's own `meta` tensors, on which tensors for `device` are created. Kernels
     are not launched; allocations of their launchers are seen. `FakeTensorMode` is made for this,
@@ -242,20 +242,22 @@ def _substitutes(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
     attention, rms_norm = functional.scaled_dot_product_attention, functional.rms_norm
     synchronize = torch.cuda.synchronize
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         if not q.is_meta:
-            return attention(q, k, v, **how)
-        mask = how.pop("attn_mask", None)
-        if mask is not None:  # as torch itself makes numbers of it
-            how["attn_mask"] = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+            return attention(q, k, v, **options)
+        mask = options.pop("attn_mask", None)
+        if mask is not None:  # torch converts masks to floats, too
+            bias = torch.zeros_like(mask, dtype=q.dtype)
+            options["attn_mask"] = bias.masked_fill_(~mask, -math.inf)
         if device.type == "cpu":
-            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **how)[0]
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **options)[0]
         if q.dtype == torch.float32 or mask is not None:
-            return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, **how)[0]
+            return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, **options)[0]
         width = q.shape[-1]
         if width % 8:
             q, k, v = (functional.pad(part, (0, -width % 8)) for part in (q, k, v))
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, **how)[0][..., :width]
+        y, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, **options)
+        return y[..., :width]
 
     def normalise(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         simulates_gpu = x.is_meta and device.type == "cuda"

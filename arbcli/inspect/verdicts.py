@@ -1,4 +1,4 @@
-"""Report of a probe, and named verdicts with the numbers they rest on."""
+"""Report of a probe, and named verdicts with the numbers that support them."""
 
 import math
 from collections.abc import Iterator
@@ -8,32 +8,33 @@ from statistics import fmean
 from typing import Any
 
 MAX_CLIMB = 1.5
-"""Nats above its lowest that the held-out loss may climb. In twelve steps a new `tiny` climbs 0.1
-with `moment`, 0.2 with `nibble`, up to 1.0 with `carry`, and 1.7 to 5.2 with `votes`."""
+"""Maximum rise of the held-out loss above its minimum, in nats. In twelve steps a new `tiny` rises
+0.1 with `moment`, 0.2 with `nibble`, up to 1.0 with `carry`, and 1.7 to 5.2 with `votes`."""
 MAX_FLIPS = 0.1
-"""Share of the trits that a step may flip: 0.02 flip with `moment`, over 0.35 with `votes`."""
+"""Maximum share of the trits that a step flips: 0.02 with `moment`, over 0.35 with `votes`."""
 MAX_GROWTH = 32
-"""Times that the blocks may enlarge the residual stream. A new model does 1.4 and a trained one 3;
-branches as large as the stream, all in one direction, reach this in 16 blocks."""
+"""Maximum growth of the residual stream over the blocks: 1.4 in a new model, 3 in a trained one.
+Branches as large as the stream, all in one direction, reach this in 16 blocks."""
 TAKEOFF = 2
-"""A block enlarges the stream this often only if its branches outweigh all that was before."""
+"""Growth in one block that is only possible if its branches outweigh the stream before it."""
 MAX_SATURATED = 0.5
-"""Share of a digit's values at its ends. `nibble` starts with 0.15 of its remainders there; if it
-is most of them, half of all steps are lost."""
+"""Maximum share of a digit's values at the ends of its range. `nibble` starts with 0.15 of its
+remainders there; if most are there, half of all steps are lost."""
 DEAD_BRANCH = 1e-3
-"""A branch below this share of the stream is less than bfloat16 resolves; they start at 0.2."""
+"""Minimum size of a branch relative to the stream, below which bfloat16 does not resolve it; new
+models have 0.2."""
 MIN_SPREAD = 0.25
-"""Standard deviation of the logits of a prediction: 1 of a new model, 3 of a trained one. With 0.25
-the cross-entropy of a prediction is within about 0.03 nats of a uniform guess."""
+"""Minimum standard deviation of the logits of a prediction: 1 in a new model, 3 in a trained one.
+With 0.25 the cross-entropy is within about 0.03 nats of a uniform guess."""
 UNIFORM_MARGIN = 0.01
-"""Nats below ln 256 that still count as not better: rounding, or one lucky byte."""
+"""Minimum improvement over ln 256 in nats; less may be rounding, or one lucky byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Measurements of one batch of held-out text, always the same, after `step` steps.
+    """Measurements on a fixed batch of held-out text, after `step` steps.
 
-    A number is None where it is not finite, and before the first step where it is about a step.
+    A number is None if it is not finite, or if it is of a step and there was none yet.
     """
 
     step: int
@@ -44,17 +45,17 @@ class Reading:
     flip_share: float | None
     """Share of all trits that the step changed."""
     live_bytes: int
-    """Tensors alive after it: of the CUDA allocator, or those that Python can reach."""
+    """Size of live tensors after the step: of the CUDA allocator, or reachable from Python."""
     val_loss: float | None
     """Loss on the held-out batch in nats per byte."""
     loss_by_position: tuple[float | None, ...]
-    """The same in buckets of positions: `ProbeReport.position_starts`."""
+    """`val_loss` in buckets of positions: see `ProbeReport.position_starts`."""
     residual_rms: tuple[float | None, ...]
     """Root-mean-square of the residual stream: after the embedding, and after every block."""
     residual_growth: float | None
-    """The last of these over the first."""
+    """Last element of `residual_rms` divided by the first."""
     residual_most: tuple[float | None, ...]
-    """Like `residual_rms`, of the byte whose stream is the largest there."""
+    """Like `residual_rms`, for the byte with the largest stream at that depth."""
     growth_by_position: tuple[float | None, ...]
     """Growth of the streams of bytes, in buckets of positions: `ProbeReport.position_starts`; none
     where blocks read chunks and not bytes."""
@@ -67,7 +68,7 @@ class Reading:
     mixer_rms: tuple[float | None, ...]
     """Root-mean-square of the mixer's output in every block; None in a block without one."""
     channel_rms: tuple[float | None, ...]
-    """The same of the channel mixer."""
+    """Root-mean-square of the channel mixer's output in every block, like `mixer_rms`."""
     logit_min: float | None
     logit_max: float | None
     logit_spread: float | None
@@ -78,7 +79,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """How often the values of a digit occur, in bins of equal width from `low` to `high`."""
+    """Histogram of the values of a digit, in bins of equal width from `low` to `high`."""
 
     low: int
     high: int
@@ -94,14 +95,14 @@ class TensorReport:
     name: str
     num_weights: int
     up_share: float
-    """Trits that went up, of all, in a step on average; so the next three."""
+    """Mean share of trits that a step increases; the next three are shares of a step, too."""
     down_share: float
     into_zero_share: float
     out_of_zero_share: float
     still_share: float
-    """Trits that no step moved."""
+    """Share of trits that no step changed."""
     changed: bool
-    """Whether any digit of any weight changed at all."""
+    """Whether any digit of any weight changed."""
     update_size: float | None
     """Root-mean-square of the change of z over that of lr * P / 16, over all steps; stochastic
     rounding adds to it where steps are small. None for a rule without a step size."""
@@ -124,11 +125,11 @@ class ChunkReport:
     mean_lengths: tuple[float, ...]
     """Bytes, or tokens, of a chunk of each stage, the outermost first."""
     lengths: tuple[int, ...]
-    """How many chunks of the outermost stage have 1, 2 and so on bytes, or tokens."""
+    """Number of chunks of the outermost stage with 1, 2 and so on bytes, or tokens."""
     sample: str
     """The beginning of the first window; bytes that are not UTF-8 are U+FFFD. Empty for tokens."""
     sample_bytes: tuple[int, ...]
-    """The same."""
+    """Bytes of `sample`."""
     sample_depths: tuple[int, ...]
     """For each of these bytes, how many stages begin a chunk there."""
 
@@ -139,7 +140,7 @@ class ProbeReport:
 
     passed: bool
     verdicts: tuple[Verdict, ...]
-    """Findings, the gravest first; or `ok` alone."""
+    """Findings, the most severe first; or only `ok`."""
     config: dict[str, Any]
     """The `TrainConfig` of the steps."""
     text: str
@@ -158,13 +159,13 @@ class ProbeReport:
     acausal_logits: int
     """Number of predictions that changed with a later byte; each is an error."""
     acausal_layers: tuple[int, ...]
-    """The same of streams, after the embedding and after every block: positions that moved. Empty
-    where blocks read chunks and not bytes."""
+    """Number of positions whose stream changed with a later byte, after the embedding and every
+    block. Empty if blocks read chunks instead of bytes."""
     chunks: ChunkReport | None
     """None of a model without chunks."""
     state_bytes: int
     peak_bytes: int
-    """Most memory held at once in the steps: of the CUDA allocator, or of the process on a CPU."""
+    """Peak memory of the steps: of the CUDA allocator, or of the process on a CPU."""
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
@@ -201,7 +202,7 @@ def _acausal(report: ProbeReport) -> Iterator[str]:
 
 def _leak(report: ProbeReport) -> Iterator[str]:
     after = report.readings[1:]
-    middle, last = after[(len(after) - 1) // 2], after[-1]  # what is made once is made by then
+    middle, last = after[(len(after) - 1) // 2], after[-1]  # one-time allocations precede both
     growth = last.live_bytes - middle.live_bytes
     if growth > 0:
         yield f"live tensors grew by {growth:,} bytes from step {middle.step} to {last.step}"

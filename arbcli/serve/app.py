@@ -172,7 +172,7 @@ class _Service:
                     raise ClientDisconnect
                 collected = collecting.result()
                 # in a thread, as log probabilities of many symbols take seconds to format
-                return await asyncio.to_thread(lambda: JSONResponse(answer.whole(collected)))
+                return await asyncio.to_thread(lambda: JSONResponse(answer.complete(collected)))
             finally:
                 for task in tasks:
                     task.cancel()

@@ -17,7 +17,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.output import printable
 from arbcli.generation.conversation import Conversation
 from arbcli.generation.decoder import MAX_TEXTS, OUT_OF_MEMORY, Decoder, copy_to_host
-from arbcli.generation.tokens import symbols_of
+from arbcli.generation.tokens import encode_prompt
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.model.language_model import LanguageModel
@@ -163,11 +163,11 @@ class Engine:
                     self._waiting.remove(text)
             self._changed.notify()
 
-    def symbols_of(self, text: str) -> tuple[Sequence[int], int]:
+    def encode_prompt(self, text: str) -> tuple[Sequence[int], int]:
         """Encode a prompt; return it and the number of symbols before its text."""
         tokenizer = self.model.tokenizer
         beginning = 0 if tokenizer is None else len(tokenizer.beginning)
-        return symbols_of(self.model, text.encode(errors="replace")), beginning
+        return encode_prompt(self.model, text.encode(errors="replace")), beginning
 
     @torch.no_grad()
     def _run(self) -> None:

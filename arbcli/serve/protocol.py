@@ -19,7 +19,7 @@ from arbcli.serve.texts import Piece, Symbol, Text
 
 DEFAULT_LENGTH = 16
 """Default `max_tokens` of a completion."""
-MOST_STOPS, LONGEST_STOP = 16, 256
+MAX_STOPS, MAX_STOP = 16, 256
 """Maximum number of stop strings, and of bytes of each."""
 MAX_TEXTS = 128
 """Maximum number of texts of a request."""
@@ -67,7 +67,7 @@ def _bounded(minimum: int, maximum: int) -> Field:
 
 def _fits_stop(stop: str | list[str]) -> bool:
     stops = [stop] if isinstance(stop, str) else stop
-    return len(stops) <= MOST_STOPS and all(0 < len(text) <= LONGEST_STOP for text in stops)
+    return len(stops) <= MAX_STOPS and all(0 < len(text) <= MAX_STOP for text in stops)
 
 
 TEXT_FORMAT = {"type": "text"}
@@ -78,7 +78,7 @@ FIELDS = {
     "max_tokens": _bounded(0, MAX_SIZE),
     "n": _bounded(1, MAX_TEXTS),
     "seed": Field(int, "an integer"),
-    "stop": Field(str | list[str], f"up to {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters",
+    "stop": Field(str | list[str], f"up to {MAX_STOPS} strings of 1 to {MAX_STOP} characters",
         _fits_stop),
     "stream": FLAG,
     "stream_options": OBJECT,
@@ -111,7 +111,7 @@ CHAT_FIELDS = FIELDS | {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ParsedRequest:
     """A valid request."""
 
     chat: bool
@@ -123,7 +123,7 @@ class Asked:
     """Whether a stream ends with the usage."""
 
 
-def parse_request(body: bytes, engine: Engine, *, chat: bool) -> Asked:
+def parse_request(body: bytes, engine: Engine, *, chat: bool) -> ParsedRequest:
     """Parse and validate the body of a request.
 
     Args:
@@ -166,7 +166,7 @@ def parse_request(body: bytes, engine: Engine, *, chat: bool) -> Asked:
             " returned: ask for fewer texts, or for shorter ones",
             param="logprobs",
         )
-    return Asked(
+    return ParsedRequest(
         chat=chat,
         texts=texts,
         num_prompt_tokens=sum(len(prompt) for prompt, _ in prompts),
@@ -206,7 +206,7 @@ def _prompts(fields: dict[str, Any], engine: Engine) -> list[tuple[Sequence[int]
         if isinstance(text, str):
             _check_size(text, engine, "prompt")
     return [
-        engine.symbols_of(text) if isinstance(text, str) else (_checked_ids(text, engine), 0)
+        engine.encode_prompt(text) if isinstance(text, str) else (_checked_ids(text, engine), 0)
         for text in prompts
     ]
 
@@ -239,9 +239,9 @@ def _chat_prompt(fields: dict[str, Any], engine: Engine) -> tuple[Sequence[int],
     pairs = [(role, _content(content)) for role, content in messages]
     if not all(isinstance(role, str) for role, _ in pairs):
         raise RequestError("a message has no `role`", param="messages")
-    text = engine.conversation.text_of(pairs)
+    text = engine.conversation.render(pairs)
     _check_size(text, engine, "messages")
-    return engine.conversation.tokens_of(text), 0
+    return engine.conversation.encode(text), 0
 
 
 def _content(content: Any) -> str:
@@ -282,7 +282,8 @@ def _text(
         if asked and not logprobs:
             raise RequestError("`top_logprobs` needs `logprobs`: true", param="top_logprobs")
         logprobs = asked if logprobs else None
-    model, chatting = engine.model, engine.conversation if chat else None
+    chatting = engine.conversation if chat else None
+    ends = chatting.ends if isinstance(chatting, Conversation) else stop_symbols(engine.model)
     stop = fields.get("stop", [])
     stops = [stop] if isinstance(stop, str) else stop
     return Text(
@@ -296,7 +297,7 @@ def _text(
         ),
         stream=stream,
         stops=tuple(text.encode(errors="replace") for text in stops),
-        ends=frozenset(chatting.ends) if isinstance(chatting, Conversation) else stop_symbols(model),
+        ends=frozenset(ends),
         logprobs=logprobs,
         echo=fields.get("echo", False),
         beginning=beginning,
@@ -391,7 +392,7 @@ class Answer:
         engine: engine of the model.
     """
 
-    def __init__(self, asked: Asked, engine: Engine) -> None:
+    def __init__(self, asked: ParsedRequest, engine: Engine) -> None:
         self.asked = asked
         self.choices = [Choice(text, engine, chat=asked.chat) for text in asked.texts]
         prefix = "chatcmpl" if asked.chat else "cmpl"
@@ -401,7 +402,7 @@ class Answer:
             "model": engine.name,
         }
 
-    def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+    def complete(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         """Return the answer with the pieces of all choices."""
         kind = "chat.completion" if self.asked.chat else "text_completion"
         choices = [

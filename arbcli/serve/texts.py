@@ -87,7 +87,7 @@ class Output:
             self.finish = "stop" if ended else None if self.left else "length"
             content = b"" if ended else spelled(self._stream, symbol.id)
             if self.finish and self._stream is not None:
-                content += self._stream.rest()
+                content += self._stream.flush()
             self._held.append(symbol._replace(content=content))
             certain += self._certain()
         return certain
@@ -135,5 +135,5 @@ def echoed(text: Text, tokenizer: Tokenizer | None, scored: Sequence[Symbol]) ->
     for symbol in scored[first:]:
         symbols.append(symbol._replace(content=spelled(stream, symbol.id)))
     if stream is not None:
-        symbols[-1] = symbols[-1]._replace(content=symbols[-1].content + stream.rest())
+        symbols[-1] = symbols[-1]._replace(content=symbols[-1].content + stream.flush())
     return symbols

@@ -43,9 +43,8 @@ class Observers(Observer):
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         for name in (name for name in vars(Observer) if not name.startswith("_")):
-            setattr(
-                self, name, partial(_call_each, [getattr(observer, name) for observer in observers])
-            )
+            callbacks = [getattr(observer, name) for observer in observers]
+            setattr(self, name, partial(_call_each, callbacks))
 
 
 def _call_each(callbacks: Sequence[Callable[..., None]], *arguments: Any) -> None:

@@ -8,7 +8,7 @@ from arbcli.base.lazy import imported
 from arbcli.families import MEDIA_MARK
 from arbcli.generation.generation import generate
 from arbcli.generation.sampling import Sampling
-from arbcli.generation.tokens import symbols_of
+from arbcli.generation.tokens import encode_prompt
 from arbcli.training.trainer import Trainer
 
 SAMPLE_BYTES = 256
@@ -31,7 +31,7 @@ def sample_text(trainer: Trainer) -> str:
     if may_have_media and imported("arbcli.families.media.evaluation:is_mostly_media")(val):
         return ""
     sampling, prompt = Sampling(seed=config.seed), PROMPT
-    if not symbols_of(model, prompt):  # the tokenizer drops it
+    if not encode_prompt(model, prompt):  # the tokenizer drops it
         prompt = trainer.texts.val.source.read(0, PROMPT_BYTES)
     # large float baselines are compiled block by block, for training only; `set_stance` imports
     # torch's compiler, which takes 2 s

@@ -100,10 +100,7 @@ class TrainingStep:
         self.updates.finish()
         self.model.join(self.group)
         self.model.finish_step()
-        totals = {}
-        for name, local_shares in shares.items():
-            totals[name] = reduce(add, self.group.gather(local_shares))
-        return totals
+        return {name: reduce(add, self.group.gather(parts)) for name, parts in shares.items()}
 
     def compute_losses(self, micro: int, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Compute the terms of the loss of a micro-batch of this process, with its dropout.

@@ -39,7 +39,7 @@ def test_template_writes_messages_as_transformers_does():
     template = ChatTemplate(CHATML, "it", {"bos_token": "<s>"})
     messages = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "ho"}]
     wanted = "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert template.render(messages[:1], asks=True) == wanted
+    assert template.render(messages[:1], add_generation_prompt=True) == wanted
     assert template.render(messages) == f"{wanted}ho<|im_end|>\n"
     assert template.render(messages * 9999) == "<s>" + 9999 * f"{wanted[3:]}ho<|im_end|>\n"
 

@@ -139,13 +139,13 @@ def test_conversation_ends_where_its_model_says_and_remembers(
     conversation = Conversation(model, run / "step-000001.safetensors")
     assert conversation.ends == {tokenizer.special("<|im_end|>"), *more}
     conversation.ask(b"how are you")
-    conversation.answered(b"fine")
-    template = ChatTemplate(CHATML, "", SPECIAL)
-    wanted = template.render(chat("how are you", "fine", "you")["messages"], asks=True)
+    conversation.append_answer(b"fine")
+    messages = chat("how are you", "fine", "you")["messages"]
+    wanted = ChatTemplate(CHATML, "", SPECIAL).render(messages, add_generation_prompt=True)
     assert tokenizer.decode(conversation.ask(b"you")) == wanted
     path = run / "step-000001.safetensors"
     conversation = Conversation(model, path, "I am")  # which is said before each question
-    for text, ask in (("you", conversation.ask_apart), ("how", conversation.ask)):
+    for text, ask in (("you", conversation.prompt_tokens), ("how", conversation.ask)):
         wanted = f"<|im_start|>system\nI am<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n"
         assert tokenizer.decode(ask(text.encode())) == f"{wanted}<|im_start|>assistant\n"
     with pytest.raises(ArbError, match="contains the special token"):

@@ -153,7 +153,7 @@ def test_line_that_is_too_long_for_a_record_is_refused_before_it_is_read(name, t
 
 
 def test_file_that_unpacks_to_too_much_is_refused_and_leaves_nothing(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr("arbcli.data.conversion.FEWEST_BYTES", 10**6)
+    monkeypatch.setattr("arbcli.data.conversion.MIN_LIMIT", 10**6)
     path = tmp_path / "bomb.gz"
     path.write_bytes(gzip.compress(b"a" * 3 * 10**6))  # of 3 KB
     with pytest.raises(ArbError, match="bytes, unpacks to more than 1,000,000") as caught:

@@ -14,7 +14,7 @@ from arbcli.data import tokens
 from arbcli.data.opening import open_texts
 from arbcli.data.text import Mixture, Text
 from arbcli.data.tokens import Tokenizer, tokenised
-from arbcli.generation.tokens import bytes_of
+from arbcli.generation.tokens import decode_symbols
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -184,7 +184,7 @@ def test_characters_come_as_soon_as_they_are_whole(tokenizer):
     # nor is the rest of a character shown whose first half is the end of the prompt
     model = SimpleNamespace(tokenizer=tokenizer)
     for cut in range(len(token_ids)):
-        parts = list(bytes_of(model, token_ids[:cut], [[token] for token in token_ids[cut:]]))
+        parts = list(decode_symbols(model, token_ids[:cut], [[token] for token in token_ids[cut:]]))
         assert all("\ufffd" not in part.decode() for part in parts), cut
 
 

@@ -221,7 +221,7 @@ def test_batch_beyond_the_limit_of_kernels_is_refused(lm):
 def test_prompt_that_is_refused_is_numbered(lm):
     ask = mock.Mock(side_effect=[[1], ArbError("it is bad", "rephrase it")])
     with pytest.raises(ArbError, match="prompt 2: it is bad"):
-        next(batches.continue_batch(lm, REQUESTS, backend="torch", ask=ask))
+        next(batches.continue_batch(lm, REQUESTS, backend="torch", encode=ask))
 
 
 def read(*lines: str) -> list[Request]:

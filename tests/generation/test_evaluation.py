@@ -89,7 +89,7 @@ def test_report_has_bits_ratio_and_entropy(tmp_path, monkeypatch):
     (3, [(0, 2), (3, 5), (6, 11)]),
 ])  # fmt: skip
 def test_parts_of_windows_have_the_mean_loss_of_their_positions(near, parts, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, "NEAR", near)
+    monkeypatch.setattr(evaluation, "FIRST_BUCKET", near)
     make_text(tmp_path, bytes(range(40)))
     options = {"batch": 2, "backend": "torch", "stride": 7}
     asked = mock.Mock(side_effect=evaluation.mean_loss)
@@ -108,7 +108,7 @@ def test_parts_of_windows_have_the_mean_loss_of_their_positions(near, parts, tmp
 @pytest.mark.parametrize(("positions", "rows"), [(3 * CTX, 3), (1, 1), (2**15, 16)])
 def test_fewer_long_windows_are_evaluated_at_once(positions, rows, tmp_path, monkeypatch):
     """And progress is in bytes for all symbols."""
-    monkeypatch.setattr(evaluation, "MOST_POSITIONS", positions)
+    monkeypatch.setattr(evaluation, "MAX_BATCH_POSITIONS", positions)
     monkeypatch.setattr(Text, "symbol_bytes", 2.0)
     model, text, told = Fake(), make_text(tmp_path, bytes(range(251))), []
     about = {"stride": CTX, "batch": None, "backend": "torch"}

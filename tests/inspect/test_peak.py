@@ -83,9 +83,9 @@ def test_imagined_process_gets_the_tensors_of_a_real_process():
     """Of as many others, and of the part that it owns."""
     sizes = [4, 6]
     real = run_processes(2, shapes_received, sizes)
-    assert real == [shapes_received(peak._Imagined(rank, 2), sizes) for rank in range(2)]
+    assert real == [shapes_received(peak._SimulatedGroup(rank, 2), sizes) for rank in range(2)]
     assert real[0][0] != real[1][0]
-    arrived = peak._Imagined(2, 5).send_to_owners(torch.zeros(15), [1, 2, 3, 4, 5]).wait()
+    arrived = peak._SimulatedGroup(2, 5).send_to_owners(torch.zeros(15), [1, 2, 3, 4, 5]).wait()
     assert arrived.shape == (5, 3)
 
 

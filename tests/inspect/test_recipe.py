@@ -93,7 +93,7 @@ def test_step_of_a_cpu_is_short_and_recomputes_as_a_last_resort(imagined):
 
 def test_predicted_memory_is_that_of_the_chosen_step(monkeypatch):
     monkeypatch.setattr(recipe_module, "STEP_TOKENS", 2**15)
-    monkeypatch.setattr(recipe_module, "KEPT_TOKENS", 2**12)
+    monkeypatch.setattr(recipe_module, "MIN_KEPT_TOKENS", 2**12)
     config = config_of_any_gpu(**TINY, ctx=64)
     budget = 203 * 2**20
     recipe = choose_step(config, budget)
@@ -110,7 +110,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sample, "SAMPLE_BYTES", 1)
     monkeypatch.setattr(Trainer.evaluate.__wrapped__, "__defaults__", (1,))
-    for name, tokens in (("STEP_TOKENS", 4096), ("KEPT_TOKENS", 512), ("MIN_STEP_TOKENS", 512)):
+    for name, tokens in (("STEP_TOKENS", 4096), ("MIN_KEPT_TOKENS", 512), ("MIN_STEP_TOKENS", 512)):
         monkeypatch.setattr(recipe_module, name, tokens)
     plain_folder(tmp_path / "folder", vocab_size=256)
     (tmp_path / "text.txt").write_bytes(b"ternary weights learn to read. " * 300)

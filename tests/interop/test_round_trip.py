@@ -12,7 +12,7 @@ from folders import random_model
 
 from arbcli.base.run_files import COMPANIONS
 from arbcli.generation.load import load_model, load_weights
-from arbcli.generation.tokens import symbols_of
+from arbcli.generation.tokens import encode_prompt
 from arbcli.interop.gguf.block_types import F32
 from arbcli.interop.gguf.container import GGUFFile
 from arbcli.interop.gguf.tokens import CONTROL, NORMAL, PATTERNS, UNUSED, token_keys
@@ -75,7 +75,7 @@ def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_d
     ids = back(PROMPT)["input_ids"]
     assert ids == tokenizer(PROMPT)["input_ids"]
     assert back.chat_template == TEMPLATE
-    assert symbols_of(ours, PROMPT.encode()) == ids
+    assert encode_prompt(ours, PROMPT.encode()) == ids
     assert len(ours.tokenizer.beginning) == 1
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", dtype=torch.float32
@@ -160,7 +160,7 @@ def test_model_of_tokens_from_scratch_is_exported(transformers, tmp_path, arb_he
     ours = load_model(tmp_path / "run", device="cpu", compute="fp32")
     back = transformers.AutoTokenizer.from_pretrained(tmp_path / "far" / "back")
     ids = back(PROMPT)["input_ids"]
-    assert ids == symbols_of(ours, PROMPT.encode()) == tokenizer(PROMPT)["input_ids"]
+    assert ids == encode_prompt(ours, PROMPT.encode()) == tokenizer(PROMPT)["input_ids"]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "far" / "back")
     assert theirs.config.vocab_size == ours.config.vocabulary
     end = tokenizer.convert_tokens_to_ids("<end>")

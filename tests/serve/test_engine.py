@@ -231,7 +231,7 @@ def test_tokens_are_spelled_with_the_characters_that_they_complete():
     stream = TokenStream(Halves(), b"x")
     parts = [stream.add([byte]) for byte in "aéb".encode() + b"\xc3"]
     assert parts == [b"a", b"", "é".encode(), b"b", b""]
-    assert stream.rest() == "\ufffd".encode()
+    assert stream.flush() == "\ufffd".encode()
     text = Text(prompt=b"x", length=9, sampling=Sampling(), stops=(b"\xc3",), ends=frozenset([3]))
     output = Output(text, Halves())
     contents = [symbol.content for symbol in output.take(map(Symbol, "aéb".encode()))]

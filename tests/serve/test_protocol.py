@@ -179,7 +179,7 @@ def test_echo_of_no_token_is_the_prompt_with_its_log_probabilities(client, engin
     """The sum that lm-evaluation-harness forms, over the tokens from its context to the last."""
     prompt = "it wäs read"
     answer = client.complete(prompt, echo=True, max_tokens=0, logprobs=2)
-    (choice,), ids = answer["choices"], engine.symbols_of(prompt)[0]
+    (choice,), ids = answer["choices"], engine.encode_prompt(prompt)[0]
     assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
     assert answer["usage"] == {
         "prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids),
@@ -235,13 +235,13 @@ def test_choices_are_those_of_lone_requests(client, engine):
     assert len({choice["text"] for choice in together}) == 6
     for index, prompt in enumerate(prompts):
         alone = client.complete(prompt, max_tokens=9)["choices"][0]["text"]
-        ids = client.complete([*engine.symbols_of(prompt)[0]], max_tokens=9)["choices"][0]["text"]
-        assert together[2 * index]["text"] == alone == ids
+        ids = client.complete([*engine.encode_prompt(prompt)[0]], max_tokens=9)["choices"]
+        assert together[2 * index]["text"] == alone == ids[0]["text"]
 
 
 def test_chat_continues_the_template_and_ends_at_its_end(client, engine, monkeypatch):
-    text = engine.conversation.text_of([("user", "hello"), ("user", "you")])
-    ids = engine.conversation.tokens_of(text)
+    text = engine.conversation.render([("user", "hello"), ("user", "you")])
+    ids = engine.conversation.encode(text)
     assert engine.model.tokenizer.decode(ids) == f"user: hello{END}user: you{END}assistant: "
     answer = client.chat("hello", "you", max_completion_tokens=9)["choices"][0]
     plain = client.complete(ids, max_tokens=9)["choices"][0]
@@ -253,7 +253,7 @@ def test_chat_continues_the_template_and_ends_at_its_end(client, engine, monkeyp
     assert client.ask("/v1/chat/completions", body).json()["choices"][0] == answer
     body["messages"][0]["content"] = END
     assert client.error(body, "/v1/chat/completions")[0] == 400
-    written, replaced = map(engine.conversation.text_of, ([("\ud800", "\udfff")], [("?", "?")]))
+    written, replaced = map(engine.conversation.render, ([("\ud800", "\udfff")], [("?", "?")]))
     assert written == replaced  # unpaired surrogates
     monkeypatch.setattr(engine, "positions", 40)
     answer = client.chat("hello", temperature=0)  # of as many tokens as are left
@@ -346,7 +346,7 @@ def test_wrong_ways_are_refused(client):
 @pytest.fixture
 def endless(monkeypatch):
     """Let no token end a text."""
-    monkeypatch.setattr(protocol, "ends_of", lambda _: frozenset())
+    monkeypatch.setattr(protocol, "stop_symbols", lambda _: frozenset())
 
 
 def test_texts_of_a_client_that_leaves_are_cancelled(client, engine, endless):

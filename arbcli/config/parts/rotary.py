@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from arbcli.base.errors import ArbError, setting_error
-from arbcli.config.settings import LARGEST, check_fields, setting
+from arbcli.config.settings import MAX_SIZE, check_fields, setting
 
 SCALINGS = ("none", "linear", "llama3", "yarn")
 LOW = {"llama3": 1.0, "yarn": 1.0}
@@ -34,7 +34,7 @@ class RotaryConfig:
     """Waves with fewer rotations in the original context are scaled; None is 1."""
     high: float | None = None
     """Waves with more rotations are not scaled; None is 4 for `llama3` and 32 for `yarn`."""
-    original_ctx: int | None = setting(None, minimum=1, maximum=LARGEST)
+    original_ctx: int | None = setting(None, minimum=1, maximum=MAX_SIZE)
     """Context length before the extension, for `llama3` and `yarn`."""
 
     def __post_init__(self) -> None:

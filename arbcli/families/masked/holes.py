@@ -17,7 +17,7 @@ from arbcli.families.masked.filling import EXTRA, led_in
 from arbcli.generation.decoder import OUT_OF_MEMORY, Decoder, text_dtype
 from arbcli.generation.option_checks import check_fills
 from arbcli.generation.sampling import Sampling
-from arbcli.generation.tokens import bytes_of, symbols_of
+from arbcli.generation.tokens import decode_symbols, encode_prompt
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory, spare_bytes
@@ -114,7 +114,7 @@ def filled(
     hidden = [model.config.vocabulary] * length
     with use_backend(backend), model.prepared_weights(spare_bytes(model.device)):
         symbols = fill(model, hidden, min(steps, length), sampling)
-    yield from bytes_of(model, [], [symbols])
+    yield from decode_symbols(model, [], [symbols])
 
 
 def fill_in_order(
@@ -176,7 +176,7 @@ def fill_text(
     first, *others = parts
     before = 0 if model.tokenizer is None else len(model.tokenizer.beginning)
     encode = list if model.tokenizer is None else model.tokenizer.encode
-    symbols = [[*symbols_of(model, first)], *map(encode, others)]
+    symbols = [[*encode_prompt(model, first)], *map(encode, others)]
     size, capacity = filled + sum(map(len, symbols)), config.ctx - EXTRA * (not config.is_masked)
     if size > capacity:
         raise ArbError(
@@ -197,7 +197,7 @@ def fill_text(
             filling = fill(model, masked, steps, sampling)
         else:
             filling = fill_in_order(model, symbols, length, sampling, backend)
-    content = b"".join(bytes_of(model, filling[:before], [filling[before:]]))
+    content = b"".join(decode_symbols(model, filling[:before], [filling[before:]]))
     report = FillReport(
         checkpoint=checkpoint,
         text=content.decode(errors="replace"),

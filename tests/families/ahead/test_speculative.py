@@ -72,10 +72,10 @@ def test_text_is_the_same(digits, dtype, size, how):
     plain, checked, decoder = texts(model(size, dtype, digits=digits, **SMALL), how)
     assert plain == checked
     assert len(plain) == LENGTH
-    assert decoder.checks_made > 0
-    assert decoder.checks_made <= decoder.checked_bytes <= size * decoder.checks_made
+    assert decoder.num_checks > 0
+    assert decoder.num_checks <= decoder.checked_bytes <= size * decoder.num_checks
     if how.temperature == 0.8:  # some proposals are right, and some are not
-        assert decoder.checks_made < decoder.checked_bytes < size * decoder.checks_made
+        assert decoder.num_checks < decoder.checked_bytes < size * decoder.num_checks
 
 
 @torch.no_grad()
