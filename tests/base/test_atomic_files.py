@@ -99,7 +99,7 @@ def test_export_into_a_folder_with_links_writes_nothing_through_them(
 def test_trace_is_written_to_no_link(home, tmp_path):
     trainer = type("Trainer", (), {"captures": False, "step": 0, "device": torch.device("cpu")})
     trace = StepTrace(tmp_path, trainer, 1, lambda _: None)
-    trace._left_out = -1
+    trace._steps_to_skip = -1
     trace.path.symlink_to(home / "precious")
     profiler = type("Profiler", (), {"events": list})
     profiler.export_chrome_trace = lambda path: Path(path).write_bytes(b"trace")

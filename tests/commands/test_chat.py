@@ -80,7 +80,7 @@ def test_refused_message_does_not_end_the_chat(model, typed, capfd):
     conversation.ask.side_effect = ArbError("it is bad", "rephrase it"), b"abc"
     typed("bad", "abc")
     _chat.chat(model, 5, Sampling(), "torch", None, conversation)
-    assert conversation.answered.call_count == 1
+    assert conversation.append_answer.call_count == 1
     assert "error: it is bad\nhint: rephrase it\n" in capfd.readouterr().err
 
 
