@@ -33,7 +33,7 @@ from arbcli.model.layers.rotary import Angles, rotary_table
 from arbcli.model.parts.window import attend_in_window
 from benchmarks.bare_twin import rms_norm
 
-LEAST_SHARE = 1e-4
+MIN_SHARE = 1e-4
 """Boundary probabilities in the moving average are at least this, and at most 1 less it."""
 RATIO_WEIGHT = 0.3
 """Weight of the ratio loss; that of the indexers' divergence is 1."""
@@ -468,7 +468,7 @@ class Chunking(nn.Module):
     def leave(self, z: Tensor, known: tuple[Tensor, ...]) -> Tensor:
         """Spread the stream of chunks over their positions."""
         x, of_first, certain, owner = known
-        s = smooth(self.outward(unit(z)), of_first.clamp(LEAST_SHARE, 1 - LEAST_SHARE))
+        s = smooth(self.outward(unit(z)), of_first.clamp(MIN_SHARE, 1 - MIN_SHARE))
         through = certain - certain.detach() + 1
         spread = s.flatten(0, 1)[owner.flatten()].view(x.shape)
         y = self.residual(x).float() + through[..., None] * spread

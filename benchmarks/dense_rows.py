@@ -19,7 +19,7 @@ from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import TernaryLinear
 
-ROWS, MOST_COLUMNS, WARPS = (8, 4), 2048, 4
+ROWS, MAX_COLUMNS, WARPS = (8, 4), 2048, 4
 """A program's rows, without a gate and with one; its columns at a time; its warps."""
 
 
@@ -84,7 +84,7 @@ def dense_row(
     """
     out_features, in_features = len(weight) // (1 + gated), len(x)
     y = torch.empty(out_features, dtype=x.dtype, device=x.device)
-    block_k = min(MOST_COLUMNS, triton.next_power_of_2(in_features))
+    block_k = min(MAX_COLUMNS, triton.next_power_of_2(in_features))
     block_n = ROWS[gated]
     _dense_row_kernel[(triton.cdiv(out_features, block_n),)](
         x, weight, y if added is None else added, y, out_features, in_features, NORM_EPS,

@@ -81,7 +81,7 @@ GROUPS = {
 """Kinds that are in memory together, by preset; those of `1b` take 115 of the GPU's 139 GB."""
 ROUNDS = 5
 ROUND_SECONDS = 0.3
-FEWEST_STEPS, MOST_STEPS = 3, 300
+MIN_STEPS, MAX_STEPS = 3, 300
 """Minimum and maximum number of steps per round."""
 
 
@@ -146,8 +146,8 @@ def time_in_turns(subjects: list[Subject], rounds: int = ROUNDS) -> None:
     steps = {}
     for subject in subjects:
         subject.seconds.clear()
-        seconds = run_steps(subject.trainer, FEWEST_STEPS)
-        steps[subject.kind] = min(MOST_STEPS, max(FEWEST_STEPS, round(ROUND_SECONDS / seconds)))
+        seconds = run_steps(subject.trainer, MIN_STEPS)
+        steps[subject.kind] = min(MAX_STEPS, max(MIN_STEPS, round(ROUND_SECONDS / seconds)))
     for _ in range(rounds):
         for subject in subjects:
             subject.seconds.append(run_steps(subject.trainer, steps[subject.kind]))

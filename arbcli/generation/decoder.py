@@ -334,8 +334,8 @@ class Decoder:
         if ahead == 1:
             return None
         speculation = import_module(SPECULATION)
-        if not 1 <= ahead <= speculation.MOST_AHEAD:
-            raise ArbError(f"`--ahead` is {ahead}", f"use 1 to {speculation.MOST_AHEAD}")
+        if not 1 <= ahead <= speculation.MAX_AHEAD:
+            raise ArbError(f"`--ahead` is {ahead}", f"use 1 to {speculation.MAX_AHEAD}")
         if len(self._caches) > 1:
             raise ArbError("`--ahead` is for a single text", "leave it out, or give one text")
         from arbcli.generation.option_checks import check_ahead

@@ -39,7 +39,7 @@ SEEN_FIRST = 4
 """Weights of a group, the largest, that a scale of our own grid must fit before all are read."""
 ROUNDED_AT_ONCE, NUMBERS_AT_ONCE = 1 << 18, 1 << 13
 """Number of weights that are rounded at a time, and of those with a scale each."""
-MOST_SHIFTED = 126
+MAX_SHIFTED = 126
 """Octaves that errors are shifted by at most, so that their squares are floats at any scale."""
 ZERO = 0
 """v of a group of zeros."""
@@ -121,7 +121,7 @@ def _round_groups(weight: Tensor, grid: Grid, own_grid: bool) -> tuple[Tensor, T
         chosen, remaining = torch.where(is_exact, exact, chosen), (~is_exact).nonzero().flatten()
     if len(remaining):
         part, least = weight[remaining], torch.full((len(remaining),), torch.inf)
-        exponent = torch.frexp(peak[remaining]).exponent.clamp(-MOST_SHIFTED, MOST_SHIFTED)
+        exponent = torch.frexp(peak[remaining]).exponent.clamp(-MAX_SHIFTED, MAX_SHIFTED)
         shift = torch.ldexp(torch.ones(len(remaining), 1), -exponent[:, None])
         for offset in PLACES:
             place = _clamped(first[remaining] + offset)

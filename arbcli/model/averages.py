@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.layout import LARGEST_BYTE
+from arbcli.kernels.codec.layout import MAX_BYTE
 from arbcli.kernels.codec.packing import pack_trits, unpack_trits
 from arbcli.kernels.update.average_weights import average_weights
 from arbcli.model.packed import TernaryTensor
@@ -100,7 +100,7 @@ def _averaged(tensor: TernaryTensor) -> Iterator[None]:
     weights, rule = (tensor.trits, tensor.remainder), tensor.rule
     if rule.reads_all and rule.fits_a_byte and not rule.share_a_byte:
         # z is the remainder of a trit of zero, so nothing is copied
-        tensor.trits = torch.full_like(tensor.trits, LARGEST_BYTE // 2)
+        tensor.trits = torch.full_like(tensor.trits, MAX_BYTE // 2)
         tensor.remainder = tensor.average
     else:
         tensor.trits, tensor.remainder = split_average(rule, tensor.average, tensor.remainder)

@@ -60,7 +60,7 @@ except ImportError:  # Windows
 TOKENIZER_DIGEST = "tokenizer"
 """Key of the tokenizer's digest in the `data` of a checkpoint."""
 FORMAT = 1
-LARGEST_HEADER = 2**22
+MAX_HEADER = 2**22
 """Maximum size of a header: enough for ten thousand tensors, and safe to parse untrusted."""
 LATENT = "latent"
 """Last part of the names of a float baseline's weights."""
@@ -180,7 +180,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
     any_digest = tensor_digest("", torch.empty(0))  # all digests have this length
     placeholder = header(dict.fromkeys(tensors, any_digest))
-    assert len(placeholder) <= LARGEST_HEADER, "too many tensors for the header"
+    assert len(placeholder) <= MAX_HEADER, "too many tensors for the header"
 
     def write(file: BufferedIOBase) -> None:
         digests = {}
@@ -520,7 +520,7 @@ def _read_checkpoint(file: BufferedReader, accept: Accept) -> Checkpoint:
     prefix = file.read(8)
     length = int.from_bytes(prefix, "little")
     _require(not prefix.startswith(b"GGUF"), "it is a GGUF file, which arb only writes")
-    _require(length <= LARGEST_HEADER, f"its header cannot have {length} bytes")
+    _require(length <= MAX_HEADER, f"its header cannot have {length} bytes")
     _require(8 + length <= size, f"it is truncated: it has {size} bytes, too few for its header")
     text = file.read(length)
     entries = _parse_object(text, "header")

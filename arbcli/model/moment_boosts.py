@@ -9,7 +9,7 @@ from arbcli.kernels.update.moment_squares import moment_squares
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.step_parameters import BOOST_UNIT
 
-LARGEST_RATIO = 1 << 16
+MAX_RATIO = 1 << 16
 """Ratio of squares that is large enough for all numbers of micro-batches."""
 
 
@@ -55,7 +55,7 @@ class MomentBoosts:
             moment = tensor.rule.moment_bytes(tensor.matrix(number))
             moment_squares(moment, squares[index], tensor.rule.share_a_byte)
         ratios = torch.div(self._expected, squares.clamp_(min=1), rounding_mode="floor")
-        ratios.clamp_(max=LARGEST_RATIO)
+        ratios.clamp_(max=MAX_RATIO)
         boosts = ratios.square_().floor_divide_(BOOST_UNIT).clamp_(min=BOOST_UNIT)
         self.factors = boosts.minimum(largest)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.update.direction import UNIT
-from arbcli.kernels.update.step_trits import GOLDEN_TURN, LARGEST_DECAY
+from arbcli.kernels.update.step_trits import GOLDEN_TURN, MAX_DECAY
 from arbcli.model.rules.base import (
     DECAY_OF_LR,
     NUM_STREAMS,
@@ -208,7 +208,7 @@ def step_values(
     gains = np.concatenate([fixed_point_gains(factors), blend_gains(blends)], axis=1)
     limits = step_limits(sizes)
     micro_limits = np.rint(limits / divisors)
-    decays = np.minimum(np.rint(lrs * weight_decay * DECAY_OF_LR * 2**24), LARGEST_DECAY)
+    decays = np.minimum(np.rint(lrs * weight_decay * DECAY_OF_LR * 2**24), MAX_DECAY)
     moments = np.rint(sizes * 2**32).astype(np.int64)
     # whole and remainder apart, as the product with a count may overflow
     quotients, remainders = np.divmod(moments, total)

@@ -13,7 +13,7 @@ from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIRECTION, WITH_DIGITS
 from arbcli.nn import weights as kinds
 
-FEWEST_COLUMNS = 64
+MIN_COLUMNS = 64
 """Parameters that a module reads itself have a scale for each number if their rows are shorter."""
 WEIGHTS = ("int8",)
 """Forms of weights: `int8` is all digits of z."""
@@ -98,10 +98,10 @@ def new_packed(
             packed = _matrix(shape[0], shape[1], roles, spec, value.dtype, is_head)
         elif "experts" in roles:
             packed = kinds.ExpertStack(*shape, spec, area="experts", dtype=value.dtype)
-        elif value.ndim < 2 or value[0].numel() < FEWEST_COLUMNS:
+        elif value.ndim < 2 or value[0].numel() < MIN_COLUMNS:
             packed = kinds.Numbers(value.numel(), spec, area="vectors", dtype=value.dtype)
         else:
-            stacked = value.ndim == 3 and shape[2] >= FEWEST_COLUMNS
+            stacked = value.ndim == 3 and shape[2] >= MIN_COLUMNS
             matrices, rows = (len(value), shape[1]) if stacked else (1, len(value))
             columns = value.numel() // (matrices * rows)
             packed = kinds.Stack(

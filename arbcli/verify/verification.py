@@ -19,7 +19,7 @@ from arbcli.kernels.runtime.operation import Operation
 from arbcli.verify.case_generator import CaseGenerator as CaseGenerator
 from arbcli.verify.case_generator import Sizes, draw_argument
 
-MOST_DRAWS = 100
+MAX_DRAWS = 100
 """Maximum number of draws per random case until one is valid."""
 DRAWS = 10
 """Number of random cases of each kernel that are always checked."""
@@ -288,7 +288,7 @@ class Verification:
         """
         if self.draw is not None:
             return self.draw(rng, group_size, m, n, k)
-        for _ in range(MOST_DRAWS):  # invalid combinations are drawn again
+        for _ in range(MAX_DRAWS):  # invalid combinations are drawn again
             inputs = self._drawn(rng, group_size, m, n, k)
             with suppress(ValueError):
                 self.operation.check(*inputs)

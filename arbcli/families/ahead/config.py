@@ -10,7 +10,7 @@ from arbcli.config.settings import Setting
 
 BYTES = 256
 """Number of symbols that the head predicts."""
-MOST_AHEAD = 8
+MAX_AHEAD = 8
 """Maximum number of bytes that are predicted, attended or checked at once."""
 
 
@@ -20,7 +20,7 @@ class AheadConfig(PartConfig):
 
     module: ClassVar[str] = "arbcli.families.ahead.head:Ahead"
     kind: str = field(default="ahead", init=False)
-    positions: Annotated[int, Setting(minimum=2, maximum=MOST_AHEAD)]
+    positions: Annotated[int, Setting(minimum=2, maximum=MAX_AHEAD)]
     """Number of bytes predicted at a position, including the byte of the model's main head."""
     width: int
     """Width of the MLP's hidden layer."""

@@ -7,7 +7,7 @@ the text.
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.config import MOST_AHEAD as MOST_AHEAD
+from arbcli.families.ahead.config import MAX_AHEAD as MAX_AHEAD
 from arbcli.families.ahead.kernels.accept_ahead import accept_ahead_
 from arbcli.families.ahead.kernels.attend_ahead import keep_accepted_, table_of
 from arbcli.families.ahead.kernels.repeat_ahead import repeat_ahead_

@@ -7,7 +7,7 @@ from arbcli.config import short_forms
 from arbcli.config.model import MAX_BLOCKS, Context, ModelConfig
 from arbcli.families.compressed.config import CompressedAttentionConfig
 
-MOST_RATIOS = 8
+MAX_RATIOS = 8
 
 
 def compressed(
@@ -37,10 +37,10 @@ def compressed(
     Blocks cycle through the `ratios`. Above a ratio of `indexed_ratio`, positions attend to all
     entries, without an indexer; from `mean_ratio` on, an entry is the mean of its positions.
     """
-    if not 1 <= len(ratios) <= MOST_RATIOS or min(ratios) < 2:
+    if not 1 <= len(ratios) <= MAX_RATIOS or min(ratios) < 2:
         raise setting_error(
             f"`ratios` has {len(ratios)} numbers, of which the least is {min(ratios, default=0):,}",
-            f"use 1 to {MOST_RATIOS} of them, and 2 bytes or more",
+            f"use 1 to {MAX_RATIOS} of them, and 2 bytes or more",
         )
     mixers = [
         CompressedAttentionConfig(

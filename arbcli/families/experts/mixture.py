@@ -45,8 +45,8 @@ BALANCE_UNIT = 1 / 8
 """Score of one unit of balance with the gate `softmax`."""
 ROOT_BALANCE_UNIT = 1 / 32
 """Score of one unit of balance with roots, whose slope at z = 0 is 0.3; suffices up to z = 16."""
-MOST_BALANCE = 127
-LEAST_LOGIT = -40.0
+MAX_BALANCE = 127
+MIN_LOGIT = -40.0
 """Lower clamp of logits before the root, which avoids infinite gradients."""
 
 
@@ -105,7 +105,7 @@ _dispatch, _combine = operator(_Dispatch), operator(_Combine)
 
 def root_softplus(logits: Tensor) -> Tensor:
     """Compute sqrt(log(1 + exp(z))) of float32 logits z of any shape."""
-    return functional.softplus(logits.clamp(min=LEAST_LOGIT)).sqrt()
+    return functional.softplus(logits.clamp(min=MIN_LOGIT)).sqrt()
 
 
 class Gate(Findable, StepMemory):
@@ -182,7 +182,7 @@ class Gate(Findable, StepMemory):
             self.load.copy_(load)
             if self.kind != "hash":
                 moved = self.balance + torch.sign(load.sum() - load * self.experts)
-                self.balance.copy_(moved.clamp_(-MOST_BALANCE, MOST_BALANCE))
+                self.balance.copy_(moved.clamp_(-MAX_BALANCE, MAX_BALANCE))
         self.forget()
 
     def gauges(self) -> dict[str, float]:

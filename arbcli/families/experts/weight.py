@@ -10,7 +10,7 @@ from torch.autograd import Function
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.families import FOUR_BIT_PRODUCTS
 from arbcli.families.experts.kernels.grouped_matmul import (
-    MOST_EXPERTS,
+    MAX_EXPERTS,
     grouped_grad_w,
     grouped_matmul,
 )
@@ -114,7 +114,7 @@ class ExpertWeight(StreamedTensor, LowPrecision):
     def gradient_ranges(self) -> list[range]:
         """Return the ranges of experts that are decoded, or have gradients computed, together."""
         together = max(1, WEIGHTS_AT_ONCE // (self.matrix_rows * self.in_features))
-        together = min(together, MOST_EXPERTS)
+        together = min(together, MAX_EXPERTS)
         all_experts = range(self.matrices)
         return [all_experts[start : start + together] for start in all_experts[::together]]
 

@@ -14,7 +14,7 @@ from arbcli.config.parts.base import BetweenConfig, PartConfig
 from arbcli.config.settings import Setting
 from arbcli.families.experts.config import ExpertsConfig
 
-MOST_CODE_WIDTH = 2**15
+MAX_CODE_WIDTH = 2**15
 CODE_SEARCHES = ("keys", "nearest")
 """Searches for rows of codebooks: product keys, or the nearest code."""
 
@@ -67,7 +67,7 @@ class QuantiserConfig(PartConfig):
     module: ClassVar[str] = "arbcli.families.graph.quantiser:Quantiser"
     kind: str = field(default="quantiser", init=False)
     codes: Annotated[int, Setting(maximum=2**28)]
-    width: Annotated[int, Setting(maximum=MOST_CODE_WIDTH)]
+    width: Annotated[int, Setting(maximum=MAX_CODE_WIDTH)]
     """Width of a code."""
     patience: Annotated[int, Setting(maximum=127)] = 4
     """Number of passes of the clock hand, 1 to 127, after which an unused code is replaced."""

@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.hnet.kernels.boundary_scores import boundary_scores, boundary_scores_backward
-from arbcli.families.hnet.kernels.route_position import LEAST_SHARE
+from arbcli.families.hnet.kernels.route_position import MIN_SHARE
 from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks, smooth_chunks_backward
 from arbcli.kernels.rows.table_rows import gather_rows
 from arbcli.model.layers.kinds import layers_for
@@ -193,11 +193,11 @@ def _row_indices(owner: Tensor, capacity: int) -> Tensor:
 
 
 def share_of(p: Tensor) -> Tensor:
-    """Clamp probabilities of any shape to `LEAST_SHARE`..1 - `LEAST_SHARE`.
+    """Clamp probabilities of any shape to `MIN_SHARE`..1 - `MIN_SHARE`.
 
     They are the boundary probabilities of the first positions of chunks.
     """
-    return p.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
+    return p.clamp(MIN_SHARE, 1 - MIN_SHARE)
 
 
 class _BoundaryScores(Function):

@@ -15,7 +15,7 @@ from arbcli.interop.huggingface.modeling_core import (
 )
 
 SPACES = tuple(b" \t\n\v\f\r")
-LEAST_SHARE = 1e-4
+MIN_SHARE = 1e-4
 EPS = 1e-6
 
 
@@ -77,7 +77,7 @@ class Stage(nn.Module):
 
 def spread(z: Tensor, p: Tensor, starts: Tensor) -> Tensor:
     """Smooth (C, D) chunks, which begin at `starts`, and give each position that of its own."""
-    shares, means, mean = p[starts].clamp(LEAST_SHARE, 1 - LEAST_SHARE), [], torch.zeros_like(z[0])
+    shares, means, mean = p[starts].clamp(MIN_SHARE, 1 - MIN_SHARE), [], torch.zeros_like(z[0])
     for share, chunk in zip(shares, z, strict=True):
         mean = share * chunk + (1 - share) * mean
         means.append(mean)

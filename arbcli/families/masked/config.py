@@ -3,7 +3,7 @@
 from arbcli.base.errors import ArbError
 from arbcli.config.model import MAX_SIZE, ModelConfig
 
-LEAST_FILL_CTX = 8
+MIN_FILL_CTX = 8
 
 
 def check_masked(model: ModelConfig) -> None:
@@ -42,9 +42,9 @@ def check_fill(model: ModelConfig) -> None:
             fields=("objective",),
         )
     maximum = min(MAX_SIZE, model.vocabulary**2 - 1)
-    if not LEAST_FILL_CTX <= model.ctx <= maximum:
+    if not MIN_FILL_CTX <= model.ctx <= maximum:
         raise ArbError(
             f"`objective` is `fill`, and `ctx` is {model.ctx}",
-            f"use a context of {LEAST_FILL_CTX} to {maximum:,}",
+            f"use a context of {MIN_FILL_CTX} to {maximum:,}",
             fields=("objective", "ctx"),
         )

@@ -6,7 +6,7 @@ from types import TracebackType
 
 HEADER_BYTES = 2**24
 """Maximum number of bytes that are read to determine a file's content."""
-SMALLEST_READ = 64
+MIN_READ = 64
 """Minimum size that a read counts as, since a decoder may search for a marker byte by byte."""
 
 
@@ -53,7 +53,7 @@ class BoundedFile:
         if length > self._left:
             self.cut_by = f"its decoder reads more than the {self._allowed:,} bytes of its bound"
         content = self._file.read(min(length, self._left))
-        self._left -= min(self._left, max(SMALLEST_READ, len(content)))
+        self._left -= min(self._left, max(MIN_READ, len(content)))
         return content
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:

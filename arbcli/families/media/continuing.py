@@ -7,7 +7,7 @@ from pathlib import Path
 from arbcli.base.errors import ArbError
 from arbcli.families import MEDIA, medium_of
 from arbcli.families.media import pictures, sound
-from arbcli.families.media.spans import LONGEST_HEADER, SoundHeader, find_spans
+from arbcli.families.media.spans import MAX_HEADER, SoundHeader, find_spans
 
 KEPT = 0.5
 """Share of a sound or picture that is the prompt by default."""
@@ -86,7 +86,7 @@ class Completion:
                 self._searched = span.start
                 return span.stop <= len(content)
             self._searched = span.stop
-        self._searched = max(self._searched, len(content) - LONGEST_HEADER)
+        self._searched = max(self._searched, len(content) - MAX_HEADER)
         return False
 
 

@@ -15,10 +15,10 @@ from arbcli.families.media.spans import PictureHeader
 if TYPE_CHECKING:
     import numpy as np
 
-MOST_PIXELS = 2**26
+MAX_PIXELS = 2**26
 """Maximum number of pixels, 8192 by 8192; of larger pictures only the header is read."""
-MOST_SIDE = 2**15
-SCALED = f"scale it down, to at most {MOST_SIDE:,} in each direction"
+MAX_SIDE = 2**15
+SCALED = f"scale it down, to at most {MAX_SIDE:,} in each direction"
 """Hint for a picture with too many pixels."""
 WIDEST_PIXEL = 8
 """Bytes of a pixel that are read at most: four channels of 16 bits."""
@@ -32,8 +32,8 @@ WEBP = re.compile(
     re.DOTALL,
 )
 """Start of a WebP file, up to the size of its canvas or of its only picture."""
-LONGEST_WEBP_START = 30
-MOST_WEBP_SIDE = 2**14 - 1
+MAX_WEBP_START = 30
+MAX_WEBP_SIDE = 2**14 - 1
 FORM = re.compile(r"(rgb|grey)(?::([1-9][0-9]{0,4})x([1-9][0-9]{0,4}))?")
 """Syntax of `picture`: a mode and, for a common size, width and height."""
 PIL_MODES = {"rgb": "RGB", "grey": "L"}
@@ -46,7 +46,7 @@ def check_form(form: str) -> None:
         ArbError: it is none.
     """
     match = FORM.fullmatch(form)
-    if match is None or max(int(match[2] or 1), int(match[3] or 1)) > MOST_SIDE:
+    if match is None or max(int(match[2] or 1), int(match[3] or 1)) > MAX_SIDE:
         raise ArbError(
             f"`picture` is `{form}`",
             "use `rgb` or `grey`, or a size with it, as in `rgb:64x48`",
@@ -69,7 +69,7 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
         The header, then the rows.
 
     Raises:
-        ArbError: Pillow is missing, or the file is damaged, or has more than `MOST_PIXELS`.
+        ArbError: Pillow is missing, or the file is damaged, or has more than `MAX_PIXELS`.
     """
     import numpy as np  # takes a tenth of a second, and help needs none
 
@@ -99,7 +99,7 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
             pixels = np.asarray(plain)
         except image_module.DecompressionBombError:  # its header has more than twice Pillow's limit
             raise ArbError(
-                f"`{path}` has too many pixels: at most {MOST_PIXELS:,} are read", SCALED
+                f"`{path}` has too many pixels: at most {MAX_PIXELS:,} are read", SCALED
             ) from None
         except (OSError, SyntaxError, ValueError) as error:
             raise ArbError(
@@ -117,7 +117,7 @@ def _reason(error: Exception) -> str:
 
 def webp_size(content: BoundedFile) -> tuple[int, int] | None:
     """Read the width and height of a WebP picture from the start of a file, if it is one."""
-    match = WEBP.match(content.read(LONGEST_WEBP_START))
+    match = WEBP.match(content.read(MAX_WEBP_START))
     content.seek(0)
     if match is None:
         return None
@@ -130,9 +130,9 @@ def webp_size(content: BoundedFile) -> tuple[int, int] | None:
 
 def _allow(content: BoundedFile, size: tuple[int, int], path: Path) -> None:
     """Permit the decoder to read as many bytes as the pixels need, unless there are too many."""
-    if size[0] * size[1] > MOST_PIXELS or max(size) > MOST_SIDE:
+    if size[0] * size[1] > MAX_PIXELS or max(size) > MAX_SIDE:
         raise ArbError(
-            f"`{path}` has {size[0]:,} x {size[1]:,} pixels, and at most {MOST_PIXELS:,} are read",
+            f"`{path}` has {size[0]:,} x {size[1]:,} pixels, and at most {MAX_PIXELS:,} are read",
             SCALED,
         )
     content.allow(WIDEST_PIXEL * size[0] * size[1])
@@ -175,12 +175,12 @@ def write_picture(path: Path, body: bytes, header: PictureHeader) -> None:
 def encoded_bytes(pixels: "np.ndarray") -> dict[str, int]:
     """Count the bytes of a picture as PNG and as lossless WebP, each at its best level.
 
-    A picture with a side of more than `MOST_WEBP_SIDE` has no WebP.
+    A picture with a side of more than `MAX_WEBP_SIDE` has no WebP.
     """
     image = import_module("PIL.Image").fromarray(pixels)
     sizes = {}
     ways: dict[str, dict[str, Any]] = {"PNG": {"optimize": True}}
-    if max(image.size) <= MOST_WEBP_SIDE:
+    if max(image.size) <= MAX_WEBP_SIDE:
         ways["WebP"] = {"lossless": True, "quality": 100, "method": 6}
     for name, how in ways.items():
         file = io.BytesIO()

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from arbcli.base.errors import ArbError, library_errors, optional_module
 from arbcli.families.media.bounded import HEADER_BYTES, BoundedFile
-from arbcli.families.media.spans import MOST_CHANNELS, SoundHeader
+from arbcli.families.media.spans import MAX_CHANNELS, SoundHeader
 
 if TYPE_CHECKING:
     import numpy as np
 
 BLOCK_FRAMES = 2**16
-MOST_FRAMES = 2**32
+MAX_FRAMES = 2**32
 """Maximum number of frames: a day and more at 48 kHz."""
 WIDEST_SAMPLE = 8
 """Bytes of a sample that are read at most: those of a float of 64 bits."""
@@ -27,7 +27,7 @@ PEAK = 32767
 """Largest sample of 16 bits."""
 FLOATS = ("FLOAT", "DOUBLE")
 """Subtypes of samples from -1 to 1, which libsndfile reads as integers without scaling them."""
-MOST_FLAC_RATE = 655_350
+MAX_FLAC_RATE = 655_350
 
 
 def sound_bytes(path: Path, form: str) -> Iterator[bytes]:
@@ -89,11 +89,11 @@ def _next_samples(file: Any) -> "np.ndarray":
 
 
 def _check(header: SoundHeader, path: Path) -> None:
-    if not 0 < header.frames <= MOST_FRAMES:
+    if not 0 < header.frames <= MAX_FRAMES:
         raise _damaged(path, f"its header says {header.frames:,} frames")
-    if header.channels > MOST_CHANNELS:
+    if header.channels > MAX_CHANNELS:
         raise ArbError(
-            f"`{path}` has {header.channels} channels", f"mix it down to {MOST_CHANNELS} or 1"
+            f"`{path}` has {header.channels} channels", f"mix it down to {MAX_CHANNELS} or 1"
         )
 
 
@@ -158,7 +158,7 @@ def write_sound(path: Path, body: bytes, header: SoundHeader) -> None:
 def flac_bytes(samples: "np.ndarray", rate: int) -> int:
     """Count the bytes of a FLAC file, at its best level, of (frames, channels) int16 samples."""
     soundfile, file = import_module("soundfile"), io.BytesIO()
-    rate = min(rate, MOST_FLAC_RATE)
+    rate = min(rate, MAX_FLAC_RATE)
     soundfile.write(file, samples, rate, format="FLAC", subtype="PCM_16", compression_level=1.0)
     return len(file.getvalue())
 

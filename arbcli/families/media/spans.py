@@ -18,12 +18,12 @@ SAMPLE_BYTES = {"mulaw": 1, "pcm16": 2}
 """Bytes of a sample, by the form of a sound."""
 PIXEL_BYTES = {"rgb": 3, "grey": 1}
 """Bytes of a pixel, by the mode of a picture."""
-MOST_CHANNELS = 2
+MAX_CHANNELS = 2
 HEADER = re.compile(
     rb"\xff(?:sound (mulaw|pcm16) ([1-9][0-9]{0,9}) ([12]) ([0-9]{1,10})"
     rb"|picture (rgb|grey) ([1-9][0-9]{0,5}) ([1-9][0-9]{0,5}))\n"
 )
-LONGEST_HEADER = 64
+MAX_HEADER = 64
 """Bytes that no header exceeds."""
 
 

@@ -27,7 +27,7 @@ from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.streams.layers import average_streams as average_streams
 from arbcli.families.streams.layers import functions_for
 from arbcli.families.streams.layers import spread_streams as spread_streams
-from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS
+from arbcli.kernels.matmul.prepacked_rows import MAX_TEXTS
 from arbcli.model.layers.kinds import layers_for
 
 BIAS = 2.0
@@ -94,6 +94,6 @@ class HyperConnection(nn.Module):
         """Compute `weights` of a decoding step, from streams (M, n, D), with a fused product."""
         raw, number = self.projection.fused(x.flatten(1), normalise=True), len(x)
         if number > 1:  # pads to a fixed number of positions, so that bits do not depend on it
-            raw = functional.pad(raw, (0, 0, 0, max(0, MOST_TEXTS - number)))
+            raw = functional.pad(raw, (0, 0, 0, max(0, MAX_TEXTS - number)))
         weights = self.stream_weights(raw, self.bias.prepared())
         return tuple(part[:number] for part in weights)

@@ -113,7 +113,7 @@ Q2_0 = BlockType("Q2_0", 42, 64, 18, 1, _pack_quarters, _unpack_quarters)
 Q8_0 = BlockType("Q8_0", 8, 32, 34, 127, _pack_bytes, _unpack_bytes)
 TYPES = {kind.name.lower(): kind for kind in (F32, F16, BF16, Q8_0, Q4_0, Q2_0)}
 """Types by their value of `--type`."""
-LEAST_NORMAL = 2.0**-14
+MIN_NORMAL = 2.0**-14
 """Scales below it lose digits in fp16. Those of Q8_0 may: a weight is off by 127 * 2**-25 at most,
 3.8e-6, where the largest of its group is below 0.008."""
 TYPE_OF_NUMBER = {kind.number: kind for kind in TYPES.values()}
@@ -142,7 +142,7 @@ def encode_digits(
     """Write digits and the scales of their groups as blocks, (N, bytes) uint8.
 
     The scale of a block without any weight but 0 is written as 0; those of Q8_0 are rounded where
-    they are below `LEAST_NORMAL`.
+    they are below `MIN_NORMAL`.
 
     Args:
         name: name of the tensor, for errors.
@@ -174,7 +174,7 @@ def encode_digits(
     block_scales = torch.where(words.ne(0).any(dim=2), block_scales, 0.0)
     held = block_scales.to(torch.float16).to(torch.float32)
     if kind is Q8_0:
-        held = torch.where(block_scales < LEAST_NORMAL, block_scales, held)
+        held = torch.where(block_scales < MIN_NORMAL, block_scales, held)
     if not torch.equal(held, block_scales):
         raise _not_held(name, kind)
     return kind.encode(digits, block_scales)

@@ -36,9 +36,9 @@ _FORMATS = {
     UINT64: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
 """Struct formats of scalar values, by the number of the type."""
-MOST_ENTRIES = 1 << 20
+MAX_ENTRIES = 1 << 20
 """Maximum number of keys, tensors or elements of a list that the reader accepts."""
-MOST_SIZES = 4
+MAX_SIZES = 4
 """Dimensions of a tensor."""
 
 
@@ -158,7 +158,7 @@ class GGUFFile:
         for _ in range(self._count(num_tensors)):
             name = self._text()
             (num_sizes,) = self._take("<I")
-            if num_sizes > MOST_SIZES:
+            if num_sizes > MAX_SIZES:
                 raise self._refused(f"`{name}` has {num_sizes:,} dimensions")
             sizes = self._take(f"<{num_sizes}Q")
             number, offset = self._take("<IQ")
@@ -190,7 +190,7 @@ class GGUFFile:
         return self._data[self._at - length : self._at].decode()
 
     def _count(self, number: int) -> int:
-        if number > MOST_ENTRIES:
+        if number > MAX_ENTRIES:
             raise self._refused(f"it has {number} entries, which cannot be")
         return number
 

@@ -44,7 +44,7 @@ WARPS = 8
 """Number of warps per program."""
 PASSES = (6, 4)
 """Passes per span, if a program has one span, or several, of which it prefetches the next."""
-MOST_PARTS = 16
+MAX_PARTS = 16
 """Maximum number of parts per head; each program of the next product reads all of them."""
 REGISTERS = 128
 """Maximum number of registers per thread."""
@@ -114,7 +114,7 @@ def sharing(window: int, width: int, limit: int) -> Sharing:
 
 def _attend_parts_torch(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, max_parts: int = MOST_PARTS,
+    eps: float, max_parts: int = MAX_PARTS,
 ) -> AttentionParts:  # fmt: skip
     window, width = keys.shape[1:]
     parts, _, span = sharing(window, width, max_parts)
@@ -367,7 +367,7 @@ def store_part(
 
 def _attend_parts_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, max_parts: int = MOST_PARTS,
+    eps: float, max_parts: int = MAX_PARTS,
 ) -> AttentionParts:  # fmt: skip
     heads, window, width = keys.shape
     parts, passes, span = sharing(window, width, max_parts)

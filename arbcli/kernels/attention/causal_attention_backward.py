@@ -26,7 +26,7 @@ from arbcli.kernels.update.random_bits import random_words
 LOG2_E = 1.4426950408889634
 HOPPER = (9, 0)
 """Compute capability for which the tile sizes were tuned."""
-MOST_TOGETHER, WIDEST_TOGETHER = 4, 64
+MAX_TOGETHER, WIDEST_TOGETHER = 4, 64
 """Maximum blocks of queries, and width of a head, for which one launch has all programs."""
 REGISTERS = 168
 """Registers of a thread for such a width, for three programs on a processor."""
@@ -383,7 +383,7 @@ def launch_backward(
     others = r, cos, sin, key, length, heads, padded, width**-0.5, LOG2_E
     narrow = width <= WIDEST_TOGETHER
     registers = REGISTERS if narrow and q.dtype == torch.bfloat16 else None
-    if narrow and blocks <= MOST_TOGETHER and kv == heads:
+    if narrow and blocks <= MAX_TOGETHER and kv == heads:
         _both_kernel[2 * blocks, heads, batch](
             *parts, logs, log2, delta, grads, *others, **chosen, num_warps=4, num_stages=2,
             maxnreg=registers,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import decode_digits_torch, decode_tile, tile_grid
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul.quantise_rows import E4M3, LARGEST_OCTAVE, has_e4m3
+from arbcli.kernels.matmul.quantise_rows import E4M3, MAX_OCTAVE, has_e4m3
 from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 TILE, TRANSPOSED_TILE = (4, 8, 4), (32, 2, 4)
@@ -20,7 +20,7 @@ TILE, TRANSPOSED_TILE = (4, 8, 4), (32, 2, 4)
 
 
 def _decode_e4m3_torch(packed: Packed, transposed: bool = False) -> tuple[Tensor, Tensor]:
-    octave = packed.exponent.amax().to(torch.int32) - LARGEST_OCTAVE
+    octave = packed.exponent.amax().to(torch.int32) - MAX_OCTAVE
     octave += packed.remainder is not None
     inverse, scale = (((127 + sign * octave) << 23).view(torch.float32) for sign in (-1, 1))
     q = (decode_digits_torch(packed, torch.float32) * inverse).to(E4M3)

@@ -11,7 +11,7 @@ TRITS_PER_BYTE = 5
 PLANE = 32
 """Bytes per full block, and weights per plane."""
 BLOCK = PLANE * TRITS_PER_BYTE
-LARGEST_BYTE = 3**TRITS_PER_BYTE - 1
+MAX_BYTE = 3**TRITS_PER_BYTE - 1
 
 
 def row_bytes(in_features: int) -> int:

@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.layout import BLOCK, LARGEST_BYTE, PLANE, TRITS_PER_BYTE, row_bytes
+from arbcli.kernels.codec.layout import BLOCK, MAX_BYTE, PLANE, TRITS_PER_BYTE, row_bytes
 from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 
@@ -60,7 +60,7 @@ def _horner(planes: Tensor) -> Tensor:
     byte = planes[4]
     for digit in (3, 2, 1, 0):
         byte = torch.add(planes[digit], byte, alpha=3)
-    return byte.add_(LARGEST_BYTE // 2).view(torch.uint8)  # -121..121, which int8 holds
+    return byte.add_(MAX_BYTE // 2).view(torch.uint8)  # -121..121, which int8 holds
 
 
 @triton.jit
@@ -225,7 +225,7 @@ def illegal_bytes(packed: Tensor) -> int:
     Uses numpy: several threads may call it at once, and torch would start threads for each call.
     """
     flat = packed.cpu().reshape(-1).numpy()
-    return int((flat > LARGEST_BYTE).sum()) if flat.max(initial=0) > LARGEST_BYTE else 0
+    return int((flat > MAX_BYTE).sum()) if flat.max(initial=0) > MAX_BYTE else 0
 
 
 pack_trits = Operation(

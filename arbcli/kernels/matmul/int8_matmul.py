@@ -32,12 +32,12 @@ from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.matmul import swizzled
-from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS, multiply_prepacked
+from arbcli.kernels.matmul.prepacked_rows import MAX_TEXTS, multiply_prepacked
 from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import backend_of
 from arbcli.kernels.runtime.operation import Operation
 
-LARGEST_Z = 127
+MAX_Z = 127
 SIGN = 128
 """Sign bit of a code, set if z is below 0."""
 
@@ -76,7 +76,7 @@ def prepack_int8(packed: Packed, gated: bool = False) -> PrepackedInt8:
         part = slice(start, min(start + limit, rows))
         z = digits_torch(packed, torch.float32, part).mul_(packed.unit)
         magnitude = z.abs()
-        _check_bytes(bool(magnitude.amax() > LARGEST_Z))
+        _check_bytes(bool(magnitude.amax() > MAX_Z))
         codes[part, :in_features] = magnitude.add_(SIGN * (z < 0)).to(torch.uint8)
     group = torch.arange(planes, device=codes.device) * PLANE // packed.group_size
     scales = scales_torch(packed.exponent, packed.fraction)[:, group] / packed.unit
@@ -104,7 +104,7 @@ def prepack_in_lanes(packed: Packed, gated: bool = False) -> PrepackedInt8:
 
 def _check_bytes(beyond: bool) -> None:
     if beyond:
-        raise ValueError(f"z is beyond {LARGEST_Z}, which a byte holds")
+        raise ValueError(f"z is beyond {MAX_Z}, which a byte holds")
 
 
 _check_int8 = compiled_check(
@@ -180,7 +180,7 @@ def int8_matmul(
 
 _PLANES = swizzled.tiles_by(PLANE)
 _SCALES = f"scales: bfloat16[{_PLANES}, 8, 2] dense"
-_WHERE = swizzled.few_rows_fit(MOST_TEXTS)
+_WHERE = swizzled.few_rows_fit(MAX_TEXTS)
 
 INT8_MATMUL = Operation(
     "int8_matmul", multiply_prepacked, _int8_matmul_torch,

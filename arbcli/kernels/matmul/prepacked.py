@@ -46,7 +46,7 @@ COLUMNS = [0, 2, 1, 3]
 """Column offsets of the bytes of a word, and byte offsets of columns."""
 PREPACKED_AT_ONCE = 1 << 22
 """Weights that are prepacked at a time; each needs about 30 bytes of temporary memory."""
-MOST_COLUMNS = 17_920
+MAX_COLUMNS = 17_920
 """Largest K of `row_matmul`: more columns of x do not fit in a GPU's shared memory."""
 PIECE_BYTES = tl.constexpr(CODE_BYTES + SCALE_BYTES)
 

@@ -64,7 +64,7 @@ from arbcli.kernels.runtime.ptx import (
     write_where,
 )
 
-MOST_TEXTS = 64
+MAX_TEXTS = 64
 """Largest M."""
 SHARED_BYTES = 47 << 10
 """Shared memory for pieces per program, in bytes."""
@@ -507,5 +507,5 @@ def prepacked_rows(
 
 PREPACKED_ROWS = Operation(
     "prepacked_rows", _prepacked_rows_triton, prepacked_torch, PREPACKED_SCHEMA,
-    native=prepacked_native, where=few_rows_fit(MOST_TEXTS),
+    native=prepacked_native, where=few_rows_fit(MAX_TEXTS),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from arbcli.kernels.runtime.backend import capability, row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
 E4M3 = torch.float8_e4m3fn
-LARGEST_OCTAVE = 7
+MAX_OCTAVE = 7
 """Octave to which the largest magnitude of a row is scaled."""
 WHOLE_ROW = 16384
 """Largest row that a program keeps in registers, in columns."""
@@ -29,8 +29,8 @@ def _quantise_rows_torch(x: Tensor) -> tuple[Tensor, Tensor]:
         values = x[rows].float()
         largest = values.abs().amax(dim=1, keepdim=True)
         field = (largest.view(torch.int32) >> 23).clamp(min=8)
-        scale[rows] = ((field - LARGEST_OCTAVE) << 23).view(torch.float32)
-        inverse = ((254 + LARGEST_OCTAVE - field) << 23).view(torch.float32)
+        scale[rows] = ((field - MAX_OCTAVE) << 23).view(torch.float32)
+        inverse = ((254 + MAX_OCTAVE - field) << 23).view(torch.float32)
         q[rows] = (values * inverse).to(E4M3)
         scale[rows] = torch.where(largest < torch.inf, scale[rows], torch.nan)
     return q, scale

@@ -45,14 +45,14 @@ from torch import Tensor
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.matmul.prepacked import (
     BLOCK,
-    MOST_COLUMNS,
+    MAX_COLUMNS,
     PIECE_BYTES,
     PREPACKED_SCHEMA,
     Prepacked,
     prepacked_native,
     prepacked_torch,
 )
-from arbcli.kernels.matmul.swizzled import MOST_ROWS, few_rows_fit
+from arbcli.kernels.matmul.swizzled import MAX_ROWS, few_rows_fit
 from arbcli.kernels.runtime import ptx
 from arbcli.kernels.runtime.backend import backend_of, num_processors
 from arbcli.kernels.runtime.operation import Operation, tl, triton
@@ -790,7 +790,7 @@ def tiling_of_rows(
         warps=warps, registers=64 if row_tiling.abreast == 1 else 128,
         squares=min(row_tiling.warps, width_of(blocks, row_tiling.abreast) // 2),
     )  # fmt: skip
-    fit = max(1, min(MOST_ROWS, SHARED_BYTES // tiling.shared_bytes(blocks)))
+    fit = max(1, min(MAX_ROWS, SHARED_BYTES // tiling.shared_bytes(blocks)))
     program_rows = -(-rows // programs_of_tiles(rows, -(-tiles // row_tiling.height), processors))
     staged_rows = -(-program_rows // -(-program_rows // fit))
     return tiling._replace(program_rows=program_rows, rows=staged_rows)
@@ -842,7 +842,7 @@ def row_matmul(
     """Normalise rows, multiply by a prepacked matrix, gate the products and add `added`.
 
     Args:
-        x: (M, K) bfloat16, contiguous, 1 to 8 rows, K a multiple of 8 and at most `MOST_COLUMNS`;
+        x: (M, K) bfloat16, contiguous, 1 to 8 rows, K a multiple of 8 and at most `MAX_COLUMNS`;
             or `AttentionParts`, which are averaged to one row. On a CPU float32 and more rows too.
         weight: the prepacked matrix.
         eps: added to the mean square; None omits the norm.
@@ -870,5 +870,5 @@ def row_matmul(
 
 ROW_MATMUL = Operation(
     "row_matmul", _row_matmul_triton, _row_matmul_torch, PREPACKED_SCHEMA,
-    native=_row_matmul_native, where=(*few_rows_fit(MOST_ROWS), f"in_features <= {MOST_COLUMNS}"),
+    native=_row_matmul_native, where=(*few_rows_fit(MAX_ROWS), f"in_features <= {MAX_COLUMNS}"),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from arbcli.kernels.runtime.backend import backend_of
 
 ROWS = 16
 """Rows per piece."""
-MOST_ROWS = 8
+MAX_ROWS = 8
 """Largest M: the rows of x of one instruction."""
 
 check_trits = compiled_check(

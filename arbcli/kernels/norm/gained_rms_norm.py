@@ -22,9 +22,9 @@ from arbcli.kernels.norm.rms_norm import (
 )
 from arbcli.kernels.runtime.operation import Operation, tl, triton
 
-LEAST_TILES = 4
+MIN_TILES = 4
 """Minimum number of row tiles per program."""
-MOST_PROGRAMS = 1024
+MAX_PROGRAMS = 1024
 """Maximum number of programs: enough to fill a GPU, with few sums for torch to add."""
 
 
@@ -90,7 +90,7 @@ def _gained_rms_norm_backward_triton(
     others = x if other_grad is None else dense_rows(other_grad)
     _, tile = tiling(len(x), width)
     del tile["WHOLE"]
-    tiles = max(LEAST_TILES, triton.cdiv(len(x), tile["BLOCK_M"] * MOST_PROGRAMS))
+    tiles = max(MIN_TILES, triton.cdiv(len(x), tile["BLOCK_M"] * MAX_PROGRAMS))
     programs = triton.cdiv(len(x), tile["BLOCK_M"] * tiles)
     sums = weight.new_empty(programs, width)
     _gained_rms_norm_backward_kernel[(programs,)](

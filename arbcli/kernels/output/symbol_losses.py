@@ -10,7 +10,7 @@ from torch import Tensor
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation, tl, triton
 
-MOST_SYMBOLS = 4096
+MAX_SYMBOLS = 4096
 """Maximum number of symbols per chunk; one program holds a chunk of a row."""
 
 
@@ -92,7 +92,7 @@ def _grade_symbols_triton(logits: Tensor, targets: Tensor, total: Tensor, scale:
         )  # fmt: skip
 
 
-_WHERE = (f"0 < V <= {MOST_SYMBOLS}",)
+_WHERE = (f"0 < V <= {MAX_SYMBOLS}",)
 
 add_symbols_ = Operation(
     "add_symbols", _add_symbols_triton, _add_symbols_torch,

@@ -23,15 +23,15 @@ from arbcli.kernels.runtime.arguments import DTYPE_IS_REAL
 from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
-MOST_DECODED = 4096
+MAX_DECODED = 4096
 """Maximum rows of a table that is decoded as a whole, if it has fewer rows than lookups."""
-MOST_COUNTED = 1024
+MAX_COUNTED = 1024
 """Maximum rows of a table for which each row scans all ids; larger tables use a sort."""
 
 
 def decodes_whole(ids: Tensor, packed: Packed) -> bool:
     """Return whether the whole table is decoded for (M,) ids, each row once."""
-    return packed.out_features < len(ids) and packed.out_features <= MOST_DECODED
+    return packed.out_features < len(ids) and packed.out_features <= MAX_DECODED
 
 
 def _embedding_rows_torch(
@@ -198,7 +198,7 @@ def _embedding_grad_triton(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> 
 
 
 def _segments_triton(ids: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor]:
-    if num_embeddings > MOST_COUNTED:
+    if num_embeddings > MAX_COUNTED:
         return _segments(ids, num_embeddings)
     order = torch.empty(len(ids), dtype=torch.int64, device=ids.device)
     bounds = torch.empty(num_embeddings + 1, dtype=torch.int64, device=ids.device)

@@ -20,7 +20,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define LANES 16
-#define MOST_THREADS 64
+#define MAX_THREADS 64
 
 /* A vector that is a register: compilers keep wider ones in memory, at a tenth of the speed. */
 #ifdef __AVX512F__
@@ -95,7 +95,7 @@ static void run_team(void (*run)(void *), void *about, int64_t threads) {
         return;
     }
     struct team team = {run, about};
-    pthread_t started[MOST_THREADS];
+    pthread_t started[MAX_THREADS];
     int64_t running = 0;
     while (running < threads - 1 &&
            !pthread_create(&started[running], NULL, run_in_thread, &team))
@@ -128,7 +128,7 @@ static void record(const struct share *all, size_t size) {
 static void share_sized(work run, const void *about, size_t size, int64_t rows, int64_t unit,
                         int64_t threads) {
     int64_t units = (rows + unit - 1) / unit;
-    threads = threads > MOST_THREADS ? MOST_THREADS : threads;
+    threads = threads > MAX_THREADS ? MAX_THREADS : threads;
     threads = threads > units ? units : threads;
     struct share all = {run, about, rows, unit, threads, 0, 0};
     if (recorded_now) record(&all, size);
@@ -177,7 +177,7 @@ static void take_entries(void *given) {
 EXPORT void replay(int64_t given, int64_t threads) {
     struct recording *made = (struct recording *)(intptr_t)given;
     for (int64_t i = 0; i < made->count; i++) made->entries[i].next = made->entries[i].done = 0;
-    run_team(take_entries, made, threads > MOST_THREADS ? MOST_THREADS : threads);
+    run_team(take_entries, made, threads > MAX_THREADS ? MAX_THREADS : threads);
 }
 
 /* ---- numbers ------------------------------------------------------------------------------- */
@@ -598,11 +598,11 @@ static void blend_rows(const void *given, int64_t first, int64_t last, int64_t t
 EXPORT int64_t blend_moment(DIRECTION_ARGUMENTS, int8_t *moment, int64_t moment_stride, int64_t key,
                             int64_t turn, int64_t decay, int64_t gain, int64_t shift,
                             int64_t nibble, int64_t rows, int64_t threads) {
-    int64_t squares[MOST_THREADS] = {0}, total = 0;
+    int64_t squares[MAX_THREADS] = {0}, total = 0;
     struct blend about = {DIRECTION, moment, moment_stride, (uint32_t)key, (uint32_t)turn,
                           (int32_t)decay, (int32_t)gain, (int32_t)shift, (int32_t)nibble, squares};
     share_rows(blend_rows, &about, rows, 2, threads);
-    for (int t = 0; t < MOST_THREADS; t++) total += squares[t];
+    for (int t = 0; t < MAX_THREADS; t++) total += squares[t];
     return total;
 }
 
@@ -674,13 +674,13 @@ EXPORT int64_t step_trits(DIRECTION_ARGUMENTS, uint8_t *packed, int64_t packed_s
                           int64_t moment_stride, int64_t key, int64_t turn, int64_t gain,
                           int64_t shift, int64_t limit, int64_t decay, int64_t radix,
                           int64_t remainder_max, int64_t nibble, int64_t rows, int64_t threads) {
-    int64_t flips[MOST_THREADS] = {0}, total = 0;
+    int64_t flips[MAX_THREADS] = {0}, total = 0;
     struct step about = {DIRECTION, packed, remainder, moment, packed_stride, remainder_stride,
                          moment_stride, (uint32_t)key, (uint32_t)turn, (int32_t)gain,
                          (int32_t)shift, (int32_t)limit, (int32_t)decay, (int32_t)radix,
                          (int32_t)remainder_max, (int32_t)nibble, flips};
     share_rows(step_rows, &about, rows, 2, threads);
-    for (int t = 0; t < MOST_THREADS; t++) total += flips[t];
+    for (int t = 0; t < MAX_THREADS; t++) total += flips[t];
     return total;
 }
 
@@ -1102,10 +1102,10 @@ static void arrange_tiles(const void *given, int64_t first, int64_t last, int64_
  * scales. Returns how many digits a byte does not hold. */
 EXPORT int64_t arrange(PACKED_ARGUMENTS, uint8_t *pieces, uint16_t *scales, int64_t gated,
                        int64_t rows, int64_t threads) {
-    int64_t beyond[MOST_THREADS] = {0}, total = 0, width = gated ? TILE / 2 : TILE;
+    int64_t beyond[MAX_THREADS] = {0}, total = 0, width = gated ? TILE / 2 : TILE;
     struct arranging about = {PACKED, pieces, scales, rows, gated, beyond};
     share_rows(arrange_tiles, &about, (rows / (1 + gated) + width - 1) / width, 1, threads);
-    for (int t = 0; t < MOST_THREADS; t++) total += beyond[t];
+    for (int t = 0; t < MAX_THREADS; t++) total += beyond[t];
     return total;
 }
 

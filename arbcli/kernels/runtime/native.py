@@ -22,7 +22,7 @@ NUMBERS = (int, float)
 """Types of arguments that are passed to a loop unchanged."""
 ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.new_empty}
 """Torch operations besides views that compute nothing."""
-LEAST_ELEMENTS = 1 << 16
+MIN_ELEMENTS = 1 << 16
 """Size of a matrix in elements above which rows are shared among threads."""
 
 
@@ -166,7 +166,7 @@ def _find(name: str, arguments: tuple) -> Callable[..., int]:
 
 def threads_for(elements: int) -> int:
     """Choose the number of threads for a matrix with a given number of elements."""
-    return torch.get_num_threads() if elements >= LEAST_ELEMENTS else 1
+    return torch.get_num_threads() if elements >= MIN_ELEMENTS else 1
 
 
 def dense_rows(x: Tensor) -> Tensor:

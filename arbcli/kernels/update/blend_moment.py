@@ -15,7 +15,7 @@ from arbcli.kernels.runtime.backend import count_tiles, row_chunks, tiles_of_a_p
 from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.update.direction import (
     GAINS_BELONG,
-    MOST_REGISTERS,
+    MAX_REGISTERS,
     fixed_point,
     fixed_point_torch,
     load_gain,
@@ -149,7 +149,7 @@ def _blend_moment_triton(
             TURNS=turn is not None, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, PAIRS=PAIRS,
             BLOCK_K=width,
             enable_fp_fusion=False, num_warps=warps,
-            maxnreg=MOST_REGISTERS if nibble else registers_of(moment),
+            maxnreg=MAX_REGISTERS if nibble else registers_of(moment),
         )  # fmt: skip
 
 

@@ -16,13 +16,13 @@ from arbcli.kernels.runtime.backend import tiles_of_a_program
 
 UNIT = 1 << 16
 """Fixed-point one: directions, slopes and steps have 16 fractional bits."""
-FEW_REGISTERS, MOST_REGISTERS = 128, 255
+FEW_REGISTERS, MAX_REGISTERS = 128, 255
 """Registers of a thread at most, in kernels that step small and large matrices."""
 
 
 def registers_of(matrix: Tensor) -> int:
     """Return the maximum registers of a thread: few for small matrices, for more programs."""
-    return tiles_of_a_program(matrix, FEW_REGISTERS, MOST_REGISTERS)
+    return tiles_of_a_program(matrix, FEW_REGISTERS, MAX_REGISTERS)
 
 
 def fixed_point_torch(

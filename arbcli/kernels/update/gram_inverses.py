@@ -21,9 +21,9 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import backend_of
 
-LEAST_TRACE = torch.finfo(torch.float32).tiny
+MIN_TRACE = torch.finfo(torch.float32).tiny
 """Minimum trace of X X.T, so that its divisor is in the range of float32."""
-LEAST_NORM = 1e-30
+MIN_NORM = 1e-30
 NATIVE_ROWS = 1024
 """Largest n of the native loop; larger matrices do not stay in a processor's cache."""
 
@@ -33,9 +33,9 @@ def _gram_inverses_torch(
 ) -> Tensor:
     square = x @ x.mT
     diagonal = square.diagonal(dim1=-2, dim2=-1)
-    trace = diagonal.sum(-1)[..., None, None].clamp_(min=LEAST_TRACE)
+    trace = diagonal.sum(-1)[..., None, None].clamp_(min=MIN_TRACE)
     square /= trace
-    norm = torch.linalg.matrix_norm(square, keepdim=True).clamp_(min=LEAST_NORM)
+    norm = torch.linalg.matrix_norm(square, keepdim=True).clamp_(min=MIN_NORM)
     square /= norm
     q, before = torch.zeros_like(square), 0.0
     for shift, weight in zip(shifts, weights[1:], strict=True):
@@ -53,7 +53,7 @@ def _gram_inverses_native(
     x = x if 1 in x.stride()[-2:] else x.contiguous()
     q = torch.empty(*x.shape[:-1], n, dtype=torch.float32, device=x.device)
     threads = native.threads_for(n * n)
-    numbers = _table(shifts), _table(weights), LEAST_TRACE, LEAST_NORM, len(shifts)
+    numbers = _table(shifts), _table(weights), MIN_TRACE, MIN_NORM, len(shifts)
     pairs = [(x, q)] if x.dim() == 2 else zip(x, q, strict=True)
     for matrix, result in pairs:
         native.call("gram_inverses", matrix, *matrix.stride(), result, *numbers, n, m, threads)

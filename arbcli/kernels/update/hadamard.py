@@ -19,16 +19,16 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.update.random_bits import mix_word, random_bits
 
-LARGEST_BLOCK = 64
+MAX_BLOCK = 64
 """Blocks of 128 lose about as much."""
 
 
 def block_of(columns: int) -> int:
     """Return B of a matrix: the largest power of two that divides its number of columns."""
-    return min(LARGEST_BLOCK, columns & -columns) if columns else 1
+    return min(MAX_BLOCK, columns & -columns) if columns else 1
 
 
-BLOCK_FITS = f"0 < block <= {LARGEST_BLOCK} and block & (block - 1) == 0 and K % block == 0"
+BLOCK_FITS = f"0 < block <= {MAX_BLOCK} and block & (block - 1) == 0 and K % block == 0"
 """Whether K columns can be mixed in blocks."""
 
 

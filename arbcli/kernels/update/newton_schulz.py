@@ -55,13 +55,13 @@ SMALL_ROWS = 768
 SMALL_STACK = 384
 """Largest n of a stack whose polynomials the kernel takes: there launches cost more than products,
 and the library's way has three."""
-MOST_SHARED = 256
+MAX_SHARED = 256
 """Largest n of stacks that share a polynomial: with 384 rows a step of `small` was no faster."""
 SMALL_GRAM = (512, 4096)
 """A single matrix of few rows has its `gram` from the kernel if n is larger, and m no larger."""
-FEWEST_ROWS = 2048
+MIN_ROWS = 2048
 """Smallest n beyond the small ones whose products the kernel takes."""
-FEWEST_PRODUCTS = 2**34
+MIN_PRODUCTS = 2**34
 """Smallest n * n * m, of all matrices, whose `gram` the kernel takes from there on."""
 
 
@@ -338,7 +338,7 @@ def _pays(x: Tensor, has_addend: bool) -> bool:
         if has_addend:
             return matrices == 1 or n <= SMALL_STACK
         return matrices == 1 and n > more_than and m <= largest
-    return n >= FEWEST_ROWS and (has_addend or matrices * n * n * m >= FEWEST_PRODUCTS)
+    return n >= MIN_ROWS and (has_addend or matrices * n * n * m >= MIN_PRODUCTS)
 
 
 def shares_polynomial(stack: Tensor) -> bool:
@@ -350,7 +350,7 @@ def shares_polynomial(stack: Tensor) -> bool:
     Args:
         stack: (B, n, m).
     """
-    return stack.shape[-2] <= MOST_SHARED and _pays(stack, True) and not _pays(stack, False)
+    return stack.shape[-2] <= MAX_SHARED and _pays(stack, True) and not _pays(stack, False)
 
 
 gram = Operation(

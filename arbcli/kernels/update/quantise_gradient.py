@@ -31,7 +31,7 @@ NOT_FINITE = 127
 """Stands for the exponent of a row that is not finite; its elements that are not count as 0."""
 LOWEST, HIGHEST = -100, 100
 """Range of exponents of rows."""
-LARGEST_OF_PLANES = 2047
+MAX_PLANE_SUM = 2047
 """Largest magnitude of twelve-bit sums."""
 
 
@@ -197,7 +197,7 @@ def _quantise_gradient_triton(
 
 
 SUMS = (torch.int8, torch.int16, torch.int32)
-_MOST = f"torch.iinfo(sums.dtype).max if low is None else {LARGEST_OF_PLANES}"
+_MOST = f"torch.iinfo(sums.dtype).max if low is None else {MAX_PLANE_SUM}"
 
 quantise_gradient = Operation(
     "quantise_gradient", _quantise_gradient_triton, _quantise_gradient_torch,
@@ -220,7 +220,7 @@ Args:
     fitting: (N,) int8, contiguous; set to the exponents that would have fitted, or with `add`
         to the larger of these and its values.
     limit: 1..32767, no more than `sums` and `low` hold.
-    block: columns that are mixed, a power of two up to `LARGEST_BLOCK` that divides K; 1 is
+    block: columns that are mixed, a power of two up to `MAX_BLOCK` that divides K; 1 is
         none.
     add: whether to add to the values in `sums`, `low` and `fitting`.
 """

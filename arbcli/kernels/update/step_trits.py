@@ -40,9 +40,9 @@ GOLDEN_TURN = 40503
 """2**16 over the golden ratio: its multiples, modulo 2**16, are spread as evenly as any."""
 CLIP = 1 << 18
 """A direction saturates here, at 4 times its root-mean-square."""
-LARGEST_GAIN = 1 << 23
+MAX_GAIN = 1 << 23
 """A gain of the moment saturates here, so that their product fits int32."""
-LARGEST_DECAY = 1 << 21
+MAX_DECAY = 1 << 21
 """Maximum decay, an eighth, with which its product with z fits int32."""
 
 
@@ -60,7 +60,7 @@ def moment_gain(step_size: Tensor, squares: Tensor, num_weights: int) -> int:
     size, total = (x.to("cpu", torch.float32) for x in (step_size.float() * 2.0**-16, squares))
     mean_square = total / torch.tensor(num_weights, dtype=torch.float32)
     root = mean_square.double().sqrt().float()
-    gain = (size / root).clamp(max=LARGEST_GAIN)
+    gain = (size / root).clamp(max=MAX_GAIN)
     return int(torch.floor(gain + 0.5))
 
 
@@ -197,14 +197,14 @@ def _step_trits_kernel(
     stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
     SOURCE: tl.constexpr, NIBBLE: tl.constexpr, TURNS: tl.constexpr, HAS_ROWS: tl.constexpr,
     HAS_COLUMNS: tl.constexpr, HAS_DECAY: tl.constexpr, RADIX: tl.constexpr,
-    REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr, LARGEST_GAIN: tl.constexpr,
+    REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr, MAX_GAIN: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Step pairs of rows in one block of 160 columns; `SOURCE` is moment or direction."""
     if tl.load(ok_ptr) == 0:
         return
     # scalars of the step, the same for all programs
-    gain, shift = _gain(gain_ptr, shift_ptr, squares_ptr, num_weights, SOURCE, LARGEST_GAIN)
+    gain, shift = _gain(gain_ptr, shift_ptr, squares_ptr, num_weights, SOURCE, MAX_GAIN)
     key, limit = tl.load(key_ptr), tl.load(limit_ptr)
     turn = tl.load(turn_ptr).to(tl.uint32) if TURNS else 0
     decay = tl.load(decay_ptr) if HAS_DECAY else 0
@@ -233,7 +233,7 @@ def _step_trits_kernel(
 
 @triton.jit
 def _gain(
-    gain_ptr, shift_ptr, squares_ptr, num_weights, SOURCE: tl.constexpr, LARGEST_GAIN: tl.constexpr
+    gain_ptr, shift_ptr, squares_ptr, num_weights, SOURCE: tl.constexpr, MAX_GAIN: tl.constexpr
 ):
     if SOURCE == "direction":
         return tl.load(gain_ptr), tl.load(shift_ptr)
@@ -241,7 +241,7 @@ def _gain(
     mean_square = tl.div_rn(tl.load(squares_ptr).to(tl.float32), num_weights)
     step_size = tl.load(gain_ptr).to(tl.float32) * 0.0000152587890625  # 2**-16
     gain = tl.div_rn(step_size, tl.sqrt_rn(mean_square))
-    return tl.floor(tl.minimum(gain, LARGEST_GAIN) + 0.5).to(tl.int32), 0
+    return tl.floor(tl.minimum(gain, MAX_GAIN) + 0.5).to(tl.int32), 0
 
 
 @triton.jit
@@ -386,7 +386,7 @@ def _launch(
         0 if row_gain is None else row_gain.stride(0),
         SOURCE=source, NIBBLE=nibble, TURNS=turn is not None, HAS_ROWS=has_rows,
         HAS_COLUMNS=has_columns, HAS_DECAY=decay is not None, RADIX=radix,
-        REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=block_p,
+        REMAINDER_MAX=remainder_max, CLIP=CLIP, MAX_GAIN=MAX_GAIN, BLOCK_P=block_p,
         enable_fp_fusion=False, maxnreg=registers_of(remainder),
     )  # fmt: skip
 
@@ -437,7 +437,7 @@ Args:
     flips: int64 scalar tensor; the number of trits that changed is added to it.
     radix: P, the value of a trit in units of A.
     remainder_max: z is clipped to +-(P + remainder_max).
-    decay: int32 scalar tensor, 0..`LARGEST_DECAY`, the decay of z in units of 2**-24; None for no
+    decay: int32 scalar tensor, 0..`MAX_DECAY`, the decay of z in units of 2**-24; None for no
         decay.
 """
 step_by_direction = Operation(
@@ -464,7 +464,7 @@ Args:
     flips: int64 scalar tensor; the number of trits that changed is added to it.
     radix: P, the value of a trit in units of A.
     remainder_max: z is clipped to +-(P + remainder_max).
-    decay: int32 scalar tensor, 0..`LARGEST_DECAY`, the decay of z in units of 2**-24; None for no
+    decay: int32 scalar tensor, 0..`MAX_DECAY`, the decay of z in units of 2**-24; None for no
         decay.
     turn: int32 scalar tensor, 0..65535, the offset of the random bits; None for 0.
     nibble: whether the remainder is the low half of its byte, whose high half is kept.

@@ -3,9 +3,9 @@
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
 from arbcli.model.layers.linear import DecodedWith, LinearWeight
 
-MOST_AT_ONCE = 2**22
+MAX_AT_ONCE = 2**22
 """Maximum number of weights of several blocks that are decoded in one launch: 8 MiB in bf16."""
-MOST_KEPT = 2**21
+MAX_KEPT = 2**21
 """Maximum number of weights that stay decoded between a forward and its backward: 4 MiB in bf16."""
 
 
@@ -30,13 +30,13 @@ def decode_in_groups(
     fits = head is not None and head.num_weights < LARGE_ELEMENTS and not head.rule.reads_all
     after = [head] if across and head and fits else []
     size, number = len(blocks[0]), len(weights)
-    group_blocks = MOST_AT_ONCE // sum(weight.num_weights for weight in blocks[0]) if across else 1
+    group_blocks = MAX_AT_ONCE // sum(weight.num_weights for weight in blocks[0]) if across else 1
     length = size * max(1, group_blocks)
     forward, first = range(0, number, length), len(after)
     backward = (0, first + 1, *range(first + size - 1, first + number, length))
     weights += after
     kept_weights = weights[::-1][: first + size - 1] if across else []
-    if sum(weight.num_weights for weight in kept_weights) > MOST_KEPT:
+    if sum(weight.num_weights for weight in kept_weights) > MAX_KEPT:
         kept_weights = []
     needed_after = _next_in_groups(weights, forward)
     needed_before = _next_in_groups(weights[::-1], backward)[::-1]

@@ -169,9 +169,9 @@ class FusedProduct:
 
 def fits_row_matmul(storage: str, in_features: int) -> bool:
     """Return whether `row_matmul` multiplies rows of one text by a matrix."""
-    from arbcli.kernels.matmul.prepacked import MOST_COLUMNS
+    from arbcli.kernels.matmul.prepacked import MAX_COLUMNS
 
-    return storage == "trits" and in_features <= MOST_COLUMNS
+    return storage == "trits" and in_features <= MAX_COLUMNS
 
 
 @lru_cache(256)
@@ -184,14 +184,14 @@ def choose_fused(
     bits as one by one. In a batch, the bits of a text do not depend on the others. One native loop
     does both.
     """
-    from arbcli.kernels.matmul.swizzled import MOST_ROWS
+    from arbcli.kernels.matmul.swizzled import MAX_ROWS
 
     if storage == "int8":
         name = "int8_matmul"
         run = imported("arbcli.kernels.matmul.int8_matmul:int8_matmul")
     elif backend == "native":
         name, run = "prepacked", imported("arbcli.kernels.matmul.prepacked:multiply_on_cpu")
-    elif one_text and rows <= MOST_ROWS and fits_row_matmul(storage, in_features):
+    elif one_text and rows <= MAX_ROWS and fits_row_matmul(storage, in_features):
         name, run = "row_matmul", imported("arbcli.kernels.matmul.row_matmul:row_matmul")
     else:
         name = "prepacked_rows"

@@ -17,7 +17,7 @@ from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import NORM_EPS
 
-MOST_SPARE_ROWS = 2**16
+MAX_SPARE_ROWS = 2**16
 """Maximum number of rows of a table beyond the length of a text."""
 ROWS_AT_ONCE = 2**16
 """Rows of a table that are computed in float64 at once."""
@@ -156,7 +156,7 @@ _copied_table = operator(_copy_table, _empty_table)
 
 def table_rows(positions: int, context: int) -> int:
     """Return the number of rows for a text, rounded up to contexts, so that texts share a table."""
-    unit = min(context, MOST_SPARE_ROWS)
+    unit = min(context, MAX_SPARE_ROWS)
     return -(-positions // unit) * unit
 
 

@@ -25,7 +25,7 @@ from arbcli.model.packed import GradientSink, StreamedTensor
 
 SPARSE_SPREAD = 0.2
 """Initial standard deviation of z relative to the rule's: 4 % of the trits are nonzero."""
-MOST_USES = 127
+MAX_USES = 127
 """Maximum of the usage counters."""
 
 
@@ -70,7 +70,7 @@ class TableWeight(StreamedTensor):
     def count_use(self, rows: Tensor) -> None:
         """Count a step of rows, (R,) int64; rows out of range are ignored."""
         used = gather_rows(self.usage, rows)
-        scatter_rows_(self.usage, rows, used + (used < MOST_USES).to(torch.int8))
+        scatter_rows_(self.usage, rows, used + (used < MAX_USES).to(torch.int8))
 
     def declare_wire(self) -> None:
         """Declare nothing, as the gradients of sparse rows are sent with their exponents."""

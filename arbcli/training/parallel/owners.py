@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arbcli.kernels.update.hadamard import LARGEST_BLOCK
-from arbcli.kernels.update.quantise_gradient import LARGEST_OF_PLANES
+from arbcli.kernels.update.hadamard import MAX_BLOCK
+from arbcli.kernels.update.quantise_gradient import MAX_PLANE_SUM
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
 
@@ -44,9 +44,9 @@ class SumFormat:
 
 SUM_FORMATS = (
     SumFormat(torch.int8, has_low=False, largest=127),
-    SumFormat(torch.int8, has_low=True, largest=LARGEST_OF_PLANES),
+    SumFormat(torch.int8, has_low=True, largest=MAX_PLANE_SUM),
     SumFormat(torch.int16, has_low=False, largest=32767),
-    SumFormat(torch.int32, has_low=False, largest=(2**31 - 1) // LARGEST_BLOCK),
+    SumFormat(torch.int32, has_low=False, largest=(2**31 - 1) // MAX_BLOCK),
 )
 """Formats in the order of size."""
 

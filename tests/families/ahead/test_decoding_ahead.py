@@ -83,5 +83,5 @@ def test_a_forward_keeps_what_its_backward_begins_with(device, backend, monkeypa
     assert all(weight._ready is None for weight in weights)
     model.loss(ids[:, :-1], ids[:, 1:])
     assert [weight._ready is not None for weight in weights] == [False] * 5 + [True] * 4
-    monkeypatch.setattr(decoded_groups, "MOST_KEPT", 4 * 8 * 8)
+    monkeypatch.setattr(decoded_groups, "MAX_KEPT", 4 * 8 * 8)
     assert not any(weight.group.kept_for_backward for weight in weights_of(build(device, layers=2)))

@@ -220,7 +220,7 @@ def test_no_more_than_a_bound_is_read_of_a_file_that_makes_decoders_read_on(
             plain_file(path)
         assert "\n" not in f"{caught.value}{caught.value.hint}", name
         assert sum(reads) <= limit, (name, sum(reads))
-        assert len(reads) <= limit // bounded.SMALLEST_READ, name
+        assert len(reads) <= limit // bounded.MIN_READ, name
     assert not list(cache.rglob("texts/*"))
 
 

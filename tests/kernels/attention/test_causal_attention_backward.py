@@ -76,7 +76,7 @@ def test_programs_in_one_launch_give_the_bits_of_two_launches(shape, dtype, devi
     inputs = random(*shape, dtype=dtype, device=device)
     gradients = []
     for most in (100, 0):
-        monkeypatch.setattr(f"{causal_attention_backward.triton.__module__}.MOST_TOGETHER", most)
+        monkeypatch.setattr(f"{causal_attention_backward.triton.__module__}.MAX_TOGETHER", most)
         with use_backend("triton" if device.type == "cuda" else "interpreter"):
             gradients.append(causal_attention_backward.triton(*inputs))
     for one, other in zip(*gradients, strict=True):

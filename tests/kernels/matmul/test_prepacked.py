@@ -13,8 +13,8 @@ from arbcli.kernels.matmul.int8_matmul import (
     prepack_in_lanes,
     prepack_int8,
 )
-from arbcli.kernels.matmul.prepacked import MOST_COLUMNS, prepack
-from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS, PREPACKED_ROWS, _tiling, prepacked_rows
+from arbcli.kernels.matmul.prepacked import MAX_COLUMNS, prepack
+from arbcli.kernels.matmul.prepacked_rows import MAX_TEXTS, PREPACKED_ROWS, _tiling, prepacked_rows
 from arbcli.kernels.matmul.row_matmul import Tiling, row_matmul
 from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.kernels.runtime import native
@@ -179,7 +179,7 @@ def test_order_of_sums_is_of_the_matrix_alone(processors):
             for piece_bytes in (module.PIECE_BYTES.value, module.INT8_BYTES):
                 tilings = [
                     _tiling(rows, tiles, blocks, processors, piece_bytes)
-                    for rows in range(1, MOST_TEXTS + 1)
+                    for rows in range(1, MAX_TEXTS + 1)
                 ]
                 assert len({(tiling.warps, tiling.steps) for tiling in tilings}) == 1
                 assert max(tiling.shared_bytes for tiling in tilings) <= 48 << 10
@@ -226,7 +226,7 @@ def test_row_has_the_same_product_in_every_tiling(shape, tiling, monkeypatch, de
 
 def test_no_matrix_needs_more_memory_than_a_program_may_share():
     for tiles in (1, 40, 132, 133, 300, 1000, 5000):
-        for blocks in range(1, MOST_COLUMNS // 128 + 1):
+        for blocks in range(1, MAX_COLUMNS // 128 + 1):
             tiling = of_row.tiling_of(tiles, blocks, 132)
             assert tiling.shared_bytes(blocks) <= 47 << 10
             assert tiling.height * -(-blocks // tiling.abreast) <= 3 * tiling.warps

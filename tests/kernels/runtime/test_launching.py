@@ -209,7 +209,7 @@ def model(**options) -> LanguageModel:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_replay_reads_the_current_values_of_tensors(threads, monkeypatch):
-    monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(native, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     rng = CaseGenerator(0, torch.device("cpu"), torch.float32)
     first, second = (prepack(rng.packed(*s, 32, 4, "trit")) for s in ((96, 40), (56, 96)))

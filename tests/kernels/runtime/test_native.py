@@ -118,7 +118,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(one_loop, monkeypatch):
 @compiled
 @pytest.mark.parametrize("spec", [s for s in KERNELS if s.native], ids=lambda spec: spec.name)
 def test_bits_do_not_depend_on_the_number_of_threads(spec, monkeypatch):
-    monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(native, "MIN_ELEMENTS", 0)
     inputs = spec.drawn(CaseGenerator(1, CPU, torch.float32), 32, 67, 131, 161)
     outputs = []
     for threads in (1, 3, 99):  # the last are more than there is room for
@@ -133,7 +133,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(spec, monkeypatch):
 @pytest.mark.parametrize("name", ["prepacked_rows", "int8_matmul"])
 def test_every_thread_has_room_of_its_own_for_a_row(name, monkeypatch):
     """All have rounded the same one there, and none a number of another's."""
-    monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(native, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     given, call = [], native.call
     monkeypatch.setattr(native, "call", lambda *args: [given.append(args), call(*args)][1])

@@ -151,7 +151,7 @@ def test_loop_loses_no_more_than_lapack(decades):
 
 @compiled
 def test_bits_do_not_depend_on_the_number_of_threads(monkeypatch):
-    monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(native, "MIN_ELEMENTS", 0)
     x, inverses = draw((140, 300)), []
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)

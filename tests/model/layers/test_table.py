@@ -6,7 +6,7 @@ from graph_parts import initialised, normal, spec
 from operations import NotedOperations
 from states import assert_same, state_of
 
-from arbcli.model.layers.table import MOST_USES, TernaryTable
+from arbcli.model.layers.table import MAX_USES, TernaryTable
 from arbcli.model.rules import RULES
 from arbcli.model.updater import Updater
 
@@ -33,12 +33,12 @@ def look_up(part: TernaryTable, ids=IDS, seed=1) -> torch.Tensor:
 
 def test_usage_counts_the_steps_of_a_row():
     part = table()
-    part.weight.usage[9] = MOST_USES
+    part.weight.usage[9] = MAX_USES
     updater_of(part)
     for ids in (IDS, IDS[:1]):
         look_up(part, ids).sum().backward()
     used = {row: int(part.weight.usage[row]) for row in TOUCHED}
-    assert used == {0: 1, 3: 2, 7: 1, 9: MOST_USES, 49: 1}
+    assert used == {0: 1, 3: 2, 7: 1, 9: MAX_USES, 49: 1}
     assert part.weight.alive() == pytest.approx(len(TOUCHED) / ROWS)
 
 

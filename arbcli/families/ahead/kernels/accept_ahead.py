@@ -9,7 +9,7 @@ bytes are those of decoding one byte at a time.
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.config import MOST_AHEAD
+from arbcli.families.ahead.config import MAX_AHEAD
 from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -65,7 +65,7 @@ accept_ahead_ = Operation(
     "accept_ahead", _accept_ahead_triton, _accept_ahead_torch,
     "ids, chosen: int64[M] dense; rows: real[M, D] dense; last: real[D] dense; position: int32[]; "
     "positions: int32[M] dense; accepted: int32[2] dense",
-    where=(f"1 <= M <= {MOST_AHEAD}",),
+    where=(f"1 <= M <= {MAX_AHEAD}",),
 )  # fmt: skip
 """Accept the bytes that equal their proposals, and the first one that differs, in place.
 

@@ -27,10 +27,10 @@ from typing import NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.config import MOST_AHEAD
+from arbcli.families.ahead.config import MAX_AHEAD
 from arbcli.kernels.attention.attend_parts import (
     ALIGNED,
-    MOST_PARTS,
+    MAX_PARTS,
     REGISTERS,
     WARPS,
     WIDTHS,
@@ -85,7 +85,7 @@ def _attend_in_turn(
 
 def _attend_ahead_torch(
     qkv: Tensor, keys: Tensor, values: Tensor, new: Tensor, position: Tensor, cos: Tensor,
-    sin: Tensor, eps: float, max_parts: int = MOST_PARTS,
+    sin: Tensor, eps: float, max_parts: int = MAX_PARTS,
 ) -> Tensor:  # fmt: skip
     def attend(row: Tensor, place: Tensor) -> Tensor:
         return attend_parts(row, keys, values, place, cos, sin, eps, max_parts).combine()
@@ -356,7 +356,7 @@ def _average_parts_kernel(
 
 def _attend_ahead_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, new: Tensor, position: Tensor, cos: Tensor,
-    sin: Tensor, eps: float, max_parts: int = MOST_PARTS,
+    sin: Tensor, eps: float, max_parts: int = MAX_PARTS,
 ) -> Tensor:  # fmt: skip
     rows, (heads, window, width) = len(qkv), keys.shape
     parts, passes, span = sharing(window, width, max_parts)
@@ -424,7 +424,7 @@ def attend_in_turn(
     return torch.stack(_attend_in_turn(attend, qkv, keys, values, new, position))
 
 
-_FIT = (f"1 <= M <= {MOST_AHEAD}", "M <= W", "D % 2 == 0")
+_FIT = (f"1 <= M <= {MAX_AHEAD}", "M <= W", "D % 2 == 0")
 _check_turn = compiled_check(
     "attend_in_turn",
     declared(

@@ -1,18 +1,18 @@
 """Prompt lookup: find an earlier occurrence of a text's last bytes, and the bytes after it.
 
 Of the positions before the last byte, the kernel selects the one with the longest suffix that
-equals the end of the text, up to `MOST_EQUAL` bytes; ties go to the latest position. The bytes
+equals the end of the text, up to `MAX_MATCH` bytes; ties go to the latest position. The bytes
 after it are the proposals. If the text ends before M bytes, the proposals repeat from the start.
 """
 
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.config import MOST_AHEAD
+from arbcli.families.ahead.config import MAX_AHEAD
 from arbcli.kernels.runtime.operation import Operation, tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
-MOST_EQUAL = tl.constexpr(16)
+MAX_MATCH = tl.constexpr(16)
 """Maximum number of bytes that are compared per position."""
 SPAN = tl.constexpr(4096)
 """Number of positions before the last byte that are searched."""
@@ -21,7 +21,7 @@ SPAN = tl.constexpr(4096)
 def _repeat_ahead_torch(repeated: Tensor, equal: Tensor, text: Tensor, position: Tensor) -> None:
     place, last = position.long(), len(text) - 1
     back = torch.arange(1, min(SPAN.value, max(last, 1)) + 1, device=text.device)
-    before = torch.arange(MOST_EQUAL.value, device=text.device)[:, None]
+    before = torch.arange(MAX_MATCH.value, device=text.device)[:, None]
     at = place - back - before  # (bytes, positions)
     same = text[at.clamp(0, last)] == text[(place - before).clamp(0, last)]
     length = (same & (at >= 0)).long().cumprod(0).sum(0)
@@ -58,14 +58,14 @@ def _repeat_ahead_kernel(
 def _repeat_ahead_triton(repeated: Tensor, equal: Tensor, text: Tensor, position: Tensor) -> None:
     _repeat_ahead_kernel[(1,)](
         repeated, equal, text, position, len(repeated),
-        MOST=MOST_EQUAL, SPAN=SPAN, num_warps=16, **overlap_options(text),
+        MOST=MAX_MATCH, SPAN=SPAN, num_warps=16, **overlap_options(text),
     )  # fmt: skip
 
 
 repeat_ahead_ = Operation(
     "repeat_ahead", _repeat_ahead_triton, _repeat_ahead_torch,
     "repeated: int64[M] dense; equal: int32[]; text: uint8[P] dense; position: int32[]",
-    where=(f"1 <= M <= {MOST_AHEAD}", "P > 0"),
+    where=(f"1 <= M <= {MAX_AHEAD}", "P > 0"),
 )  # fmt: skip
 """Copy the bytes after the longest earlier occurrence of the text's last bytes, in place.
 

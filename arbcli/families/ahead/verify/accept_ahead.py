@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.config import MOST_AHEAD
+from arbcli.families.ahead.config import MAX_AHEAD
 from arbcli.families.ahead.kernels.accept_ahead import accept_ahead_
 from arbcli.verify.verification import Verification
 
@@ -32,6 +32,6 @@ def accept_ahead_reference(
 accept_ahead_verification = Verification(
     accept_ahead_, accept_ahead_reference,
     compared=("ids", "last", "position", "positions", "accepted"),
-    sizes={"M": f"min(m + 1, {MOST_AHEAD})", "D": "k + 1"},
+    sizes={"M": f"min(m + 1, {MAX_AHEAD})", "D": "k + 1"},
     values={"ids": (0, 1), "chosen": (0, 1), "position": (0, 1000)},
 )  # fmt: skip

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.kernels.attend_ahead import KEEP_ACCEPTED, MOST_AHEAD, attend_ahead
-from arbcli.kernels.attention.attend_parts import MOST_PARTS, WIDTHS, sharing
+from arbcli.families.ahead.kernels.attend_ahead import KEEP_ACCEPTED, MAX_AHEAD, attend_ahead
+from arbcli.kernels.attention.attend_parts import MAX_PARTS, WIDTHS, sharing
 from arbcli.verify.kernels.attention.attend_parts import attend_parts_reference
 from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
@@ -18,7 +18,7 @@ def attend_ahead_reference(
     cos: Tensor,
     sin: Tensor,
     eps: float,
-    max_parts: int = MOST_PARTS,
+    max_parts: int = MAX_PARTS,
 ) -> tuple[Tensor, ...]:
     """Compute the result of `attend_ahead`, its new keys and values, and the rings, in float64."""
     before, means, stored = (keys, values), [], []
@@ -53,8 +53,8 @@ def _append_rings(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
 
 
 def _draw_ahead(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    rows, heads, width = 2 + m % (MOST_AHEAD - 1), 1 + rng.integer(3), WIDTHS[k % 2]
-    slots, max_parts, half = max(n, rows), rng.pick((MOST_PARTS, 1, 3)), torch.bfloat16
+    rows, heads, width = 2 + m % (MAX_AHEAD - 1), 1 + rng.integer(3), WIDTHS[k % 2]
+    slots, max_parts, half = max(n, rows), rng.pick((MAX_PARTS, 1, 3)), torch.bfloat16
     parts, _, span = sharing(slots, width, max_parts)
     # between two positions another part begins
     position = span * (1 + rng.integer(parts)) - 1 if rng.plain else rng.integer(3 * n)
@@ -79,7 +79,7 @@ attend_ahead_verification = Verification(
 
 
 def _draw_kept(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    rows, heads, width = 1 + m % MOST_AHEAD, 1 + rng.integer(3), 1 + k
+    rows, heads, width = 1 + m % MAX_AHEAD, 1 + rng.integer(3), 1 + k
     slots = max(n, rows)
     rings = [rng.reals(heads * slots, width).contiguous() for _ in range(2)]
     new = rng.reals(2 * rows * heads, width).contiguous().view(2, rows, heads, width)

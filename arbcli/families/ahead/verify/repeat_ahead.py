@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.kernels.accept_ahead import MOST_AHEAD
-from arbcli.families.ahead.kernels.repeat_ahead import MOST_EQUAL, SPAN, repeat_ahead_
+from arbcli.families.ahead.kernels.accept_ahead import MAX_AHEAD
+from arbcli.families.ahead.kernels.repeat_ahead import MAX_MATCH, SPAN, repeat_ahead_
 from arbcli.verify.verification import Case, Verification
 
 
@@ -14,7 +14,7 @@ def repeat_ahead_reference(
     repeated: Tensor, equal: Tensor, text: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the buffers of `repeat_ahead_`, one position at a time."""
-    known, limit = bytes(text[: int(position) + 1].tolist()), MOST_EQUAL.value
+    known, limit = bytes(text[: int(position) + 1].tolist()), MAX_MATCH.value
     best, longest = len(known) - 1, 0
     for end in range(max(1, len(known) - SPAN.value), len(known)):
         length = 0
@@ -50,6 +50,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 repeat_ahead_verification = Verification(
     repeat_ahead_, repeat_ahead_reference, cases=_cases, compared=("repeated", "equal"),
-    sizes={"M": f"min(m + 1, {MOST_AHEAD})", "P": "n + k"},
+    sizes={"M": f"min(m + 1, {MAX_AHEAD})", "P": "n + k"},
     values={"text": (0, 2), "position": (0, "P - 1")},
 )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime.operation import Operation, tl, triton
 
-MOST_SLOTS = 16
+MAX_SLOTS = 16
 """Maximum number of slots per token; a program loads from all of them at once."""
 
 
@@ -120,7 +120,7 @@ def _expert_combine_backward_triton(
     return grad_values, grad_gates
 
 
-_WHERE = (f"0 < S <= {MOST_SLOTS}", "M * S <= V")
+_WHERE = (f"0 < S <= {MAX_SLOTS}", "M * S <= V")
 expert_combine = Operation(
     "expert_combine", _expert_combine_triton, _expert_combine_torch,
     "values: real[V, D]; positions: int64[M, S]; gates: float32[M, S]?",

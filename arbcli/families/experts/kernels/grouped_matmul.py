@@ -33,7 +33,7 @@ from arbcli.kernels.runtime.backend import capability, num_processors
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.newton_schulz import HOPPER, empty_aligned, has_aligned_rows
 
-MOST_EXPERTS = 256
+MAX_EXPERTS = 256
 """Maximum number of experts; every program loads all bounds at once."""
 FEW_ROWS, SOME_ROWS = 16, 128
 """Mean rows per expert up to which tiles have few or some rows."""
@@ -274,7 +274,7 @@ def _grouped_grad_w_triton(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
 grouped_matmul = Operation(
     "grouped_matmul", _grouped_matmul_triton, _grouped_matmul_torch,
     "x: real[S, K]; w: real[E, N, K]; bounds: int64[E + 1]; out: real[S, N]?; apart",
-    where=(f"0 < E <= {MOST_EXPERTS}", "N > 0 and K > 0"),
+    where=(f"0 < E <= {MAX_EXPERTS}", "N > 0 and K > 0"),
 )  # fmt: skip
 """Multiply rows, sorted by expert, by the matrix of their expert.
 
@@ -297,7 +297,7 @@ Returns:
 grouped_grad_w = Operation(
     "grouped_grad_w", _grouped_grad_w_triton, _grouped_grad_w_torch,
     "grad_y: real[S, N]; x: real[S, K]; bounds: int64[P]",
-    where=(f"1 < P <= {MOST_EXPERTS + 1}", "N > 0 and K > 0"),
+    where=(f"1 < P <= {MAX_EXPERTS + 1}", "N > 0 and K > 0"),
 )  # fmt: skip
 """Compute the gradient of the matrices of `grouped_matmul`.
 

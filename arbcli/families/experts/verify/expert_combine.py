@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.families.experts.kernels.expert_combine import (
-    MOST_SLOTS,
+    MAX_SLOTS,
     expert_combine,
     expert_combine_backward,
 )
@@ -31,7 +31,7 @@ _GATE = float32_sums("of up to thousands of products")
 
 
 def _draw_slots(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    slots, spare = rng.pick((1, 2, 3, MOST_SLOTS)), rng.integer(3)
+    slots, spare = rng.pick((1, 2, 3, MAX_SLOTS)), rng.integer(3)
     order = torch.randperm(m * slots + spare, generator=rng.generator, device=rng.device)
     positions = rng.view(order[: m * slots].view(m, slots))
     gates = None if rng.chance(0.2) else rng.reals(m, slots, dtype=torch.float32)

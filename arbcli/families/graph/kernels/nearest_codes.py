@@ -15,7 +15,7 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import num_processors
 from arbcli.kernels.runtime.operation import Operation, tl, triton
 
-MOST_WIDTH = 2**15
+MAX_WIDTH = 2**15
 """Maximum width of vectors: 3 * 128**2 times it is below 2**31."""
 EXACT_IN_FLOAT32 = 1024
 """Width up to which sums of products are at most 2**24, which float32 holds."""
@@ -130,7 +130,7 @@ def _nearest_codes_triton(q: Tensor, codes: Tensor) -> Tensor:
 nearest_codes = Operation(
     "nearest_codes", _nearest_codes_triton, _nearest_codes_torch,
     "q: int8[M, D] dense; codes: int8[V, D] dense",
-    native=_nearest_codes_native, where=("V > 0", f"0 < D <= {MOST_WIDTH}", "V < 2**31"),
+    native=_nearest_codes_native, where=("V > 0", f"0 < D <= {MAX_WIDTH}", "V < 2**31"),
 )  # fmt: skip
 """Return the nearest code of each vector by the sum of squared differences.
 

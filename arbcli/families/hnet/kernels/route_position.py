@@ -32,9 +32,9 @@ from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import text_by_text
 
 ROUTERS = ("learned", "every", "space")
-LEAST_SHARE = 1e-4
+MIN_SHARE = 1e-4
 """P is clipped to this value and 1 minus this value."""
-_LEAST, _MOST = tl.constexpr(LEAST_SHARE), tl.constexpr(1 - LEAST_SHARE)
+_LEAST, _MOST = tl.constexpr(MIN_SHARE), tl.constexpr(1 - MIN_SHARE)
 
 
 @text_by_text(7)
@@ -73,7 +73,7 @@ def _take_chunk_torch(
     z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None = None,
     begins: Tensor | None = None,
 ) -> None:  # fmt: skip
-    share = p.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
+    share = p.clamp(MIN_SHARE, 1 - MIN_SHARE)
     taken = torch.ones_like(p) if begins is None else begins[:, None]
     mean.copy_(torch.where(taken > 0, share * z.float() + (1 - share) * mean, mean))
     y.copy_(torch.where(taken > 0, (residual.float() + mean).to(y.dtype), y))

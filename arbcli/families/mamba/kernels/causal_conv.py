@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from arbcli.kernels.runtime.operation import Operation, tl, triton
 
-MOST_TAPS = 8
+MAX_TAPS = 8
 
 
 def _shifted(x: Tensor, taps: int, reverse: bool) -> Iterator[Tensor]:
@@ -102,7 +102,7 @@ def _causal_conv_grad_w_triton(grad_y: Tensor, x: Tensor, taps: int) -> Tensor:
 causal_conv = Operation(
     "causal_conv", _causal_conv_triton, _causal_conv_torch,
     "x: real[B, T, D]; w: float32[D, W]; reverse",
-    where=(f"0 < W <= {MOST_TAPS}",),
+    where=(f"0 < W <= {MAX_TAPS}",),
 )  # fmt: skip
 """Convolve every channel with its causal taps.
 
@@ -117,7 +117,7 @@ Returns:
 causal_conv_grad_w = Operation(
     "causal_conv_grad_w", _causal_conv_grad_w_triton, _causal_conv_grad_w_torch,
     "grad_y, x: real[B, T, D]; taps",
-    where=(f"0 < taps <= {MOST_TAPS}",),
+    where=(f"0 < taps <= {MAX_TAPS}",),
 )  # fmt: skip
 """Compute the gradient of the taps of `causal_conv`, (D, W) float32.
 

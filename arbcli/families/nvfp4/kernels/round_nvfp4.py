@@ -27,9 +27,9 @@ NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 OCTAVE = 10
 """Octave of the largest magnitude divided by g."""
 SIXTH = 1 / 6
-LARGEST_SCALE = 448.0
+MAX_SCALE = 448.0
 
-_BLOCK, _SIXTH, _LARGEST = map(tl.constexpr, (BLOCK, SIXTH, LARGEST_SCALE))
+_BLOCK, _SIXTH, _LARGEST = map(tl.constexpr, (BLOCK, SIXTH, MAX_SCALE))
 
 
 def global_scale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +46,7 @@ def _round_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor]:
     padding = (0, -x.shape[1] % BLOCK)
     t = torch.nn.functional.pad(x.float() * inverse, padding).unflatten(1, (-1, BLOCK))
     size = t.abs()
-    s = (size.amax(dim=2, keepdim=True) * SIXTH).clamp(max=LARGEST_SCALE).to(E4M3).float()
+    s = (size.amax(dim=2, keepdim=True) * SIXTH).clamp(max=MAX_SCALE).to(E4M3).float()
     code = torch.zeros_like(size, dtype=torch.int64)
     for index, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)):
         edge = middle * s

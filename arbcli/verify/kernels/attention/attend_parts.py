@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.attend_parts import (
-    MOST_PARTS,
+    MAX_PARTS,
     WIDTHS,
     AttentionParts,
     attend_parts,
@@ -16,7 +16,7 @@ from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 def attend_parts_reference(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, max_parts: int = MOST_PARTS,
+    eps: float, max_parts: int = MAX_PARTS,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the values, totals and ring of `attend_parts`, in float64.
 
@@ -55,7 +55,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     return (
         # a ring begins at a multiple of 16 bytes
         qkv, *(ring.clone().view(heads, n, width) for ring in rings), rng.scalar(position),
-        angle.cos(), angle.sin(), 0.1, rng.pick((1, 3, MOST_PARTS)),
+        angle.cos(), angle.sin(), 0.1, rng.pick((1, 3, MAX_PARTS)),
     )  # fmt: skip
 
 

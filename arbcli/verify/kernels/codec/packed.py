@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from arbcli.kernels.codec import packed as codec
-from arbcli.kernels.codec.layout import LARGEST_BYTE
+from arbcli.kernels.codec.layout import MAX_BYTE
 
 
 def _set_octave(exponent: int) -> Callable[[codec.Packed], codec.Packed]:
@@ -31,6 +31,6 @@ ALL_DIGITS: dict[str, dict[str, Any]] = {
 SPECIAL_WEIGHTS: dict[str, dict[str, Any]] = {
     "lowest octave": {"packed": _set_octave(codec.LOWEST_EXPONENT)},
     "highest octave": {"packed": _set_octave(codec.HIGHEST_EXPONENT)},
-    "zeros": {"packed": lambda x: x._replace(trits=torch.full_like(x.trits, LARGEST_BYTE // 2))},
+    "zeros": {"packed": lambda x: x._replace(trits=torch.full_like(x.trits, MAX_BYTE // 2))},
 }
 """Changed cases of an operation with packed weights."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.packing import LARGEST_BYTE, pack_trits, unpack_trits
+from arbcli.kernels.codec.packing import MAX_BYTE, pack_trits, unpack_trits
 from arbcli.verify.verification import Verification, no_rows
 
 
@@ -47,7 +47,7 @@ pack_trits_verification = Verification(
 
 
 def _every_byte(packed: Tensor) -> Tensor:
-    return torch.arange(LARGEST_BYTE + 1, dtype=torch.uint8, device=packed.device)[:, None]
+    return torch.arange(MAX_BYTE + 1, dtype=torch.uint8, device=packed.device)[:, None]
 
 
 unpack_trits_verification = Verification(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.matmul.int8_matmul import INT8_MATMUL, _weights_in_float32, prepack_int8
-from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS
+from arbcli.kernels.matmul.prepacked_rows import MAX_TEXTS
 from arbcli.kernels.matmul.swizzled import tiles_torch
 from arbcli.verify.kernels.matmul.swizzled import multiply_densely, tiles_reference
 from arbcli.verify.verification import CaseGenerator, Gate, Verification
@@ -58,7 +58,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     if packed.remainder is not None and not packed.nibble:  # |z| is at most 127
         packed = packed._replace(remainder=(packed.remainder // 2).clamp(min=-63))
     weight = prepack_int8(packed, gated)
-    x = rng.reals(1 + (m - 1) % MOST_TEXTS, k, dtype=torch.bfloat16).contiguous()
+    x = rng.reals(1 + (m - 1) % MAX_TEXTS, k, dtype=torch.bfloat16).contiguous()
     added = rng.reals(len(x), weight.out_features).contiguous() if rng.integer(2) else None
     return x, *weight, rng.pick((None, 1e-6)), added, rng.dtype
 

@@ -1,12 +1,12 @@
 """Verification of `arbcli.kernels.matmul.prepacked_rows`."""
 
-from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS, PREPACKED_ROWS
+from arbcli.kernels.matmul.prepacked_rows import MAX_TEXTS, PREPACKED_ROWS
 from arbcli.verify.kernels.matmul import prepacked
 from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    return prepacked.draw_prepacked(rng, group_size, 1 + (m - 1) % MOST_TEXTS, n, k)
+    return prepacked.draw_prepacked(rng, group_size, 1 + (m - 1) % MAX_TEXTS, n, k)
 
 
 prepacked_rows_verification = Verification(

@@ -1,14 +1,14 @@
 """Verification of `arbcli.kernels.matmul.row_matmul`."""
 
-from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, ROW_MATMUL
-from arbcli.kernels.matmul.swizzled import MOST_ROWS
+from arbcli.kernels.matmul.row_matmul import MAX_COLUMNS, ROW_MATMUL
+from arbcli.kernels.matmul.swizzled import MAX_ROWS
 from arbcli.verify.kernels.matmul import prepacked
 from arbcli.verify.verification import CaseGenerator, Gate, Verification
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    rows = 1 + (m - 1) % MOST_ROWS
-    x, *rest = prepacked.draw_prepacked(rng, group_size, rows, n, min(k, MOST_COLUMNS))
+    rows = 1 + (m - 1) % MAX_ROWS
+    x, *rest = prepacked.draw_prepacked(rng, group_size, rows, n, min(k, MAX_COLUMNS))
     # integers, exact in 15 bits: with few results, rounding errors could dominate
     return (8 * x).round(), *rest
 

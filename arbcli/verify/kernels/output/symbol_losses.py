@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.output.symbol_losses import MOST_SYMBOLS, add_symbols_, grade_symbols_
+from arbcli.kernels.output.symbol_losses import MAX_SYMBOLS, add_symbols_, grade_symbols_
 from arbcli.verify.verification import CaseGenerator, Verification, filled, float32_sums
 
 
@@ -40,7 +40,7 @@ def _draw_graded(rng: CaseGenerator, _group_size: int, m: int, _n: int, k: int) 
     return logits, rng.integers(-k, 2 * k, m, dtype=torch.int64), total, scale
 
 
-_SIZES = {"V": f"min(k + 1, {MOST_SYMBOLS})"}
+_SIZES = {"V": f"min(k + 1, {MAX_SYMBOLS})"}
 
 add_symbols_verification = Verification(
     add_symbols_, add_symbols_reference,

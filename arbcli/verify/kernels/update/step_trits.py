@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packing import pack_trits_torch
-from arbcli.kernels.update.step_trits import LARGEST_DECAY, step_by_direction, step_by_moment
+from arbcli.kernels.update.step_trits import MAX_DECAY, step_by_direction, step_by_moment
 from arbcli.verify.kernels.codec.packing import pack_trits_reference, unpack_trits_reference
 from arbcli.verify.kernels.update.direction import draw_gains, fixed_point_reference
 from arbcli.verify.kernels.update.random_bits import draw_turn, random_halves_reference
@@ -112,7 +112,7 @@ def _draw_by_moment(rng: CaseGenerator, group_size: int, m: int, n: int, k: int)
 
 
 def _draw_decay(rng: CaseGenerator) -> Tensor | None:
-    return rng.scalar(rng.integer(LARGEST_DECAY + 1)) if rng.integer(2) else None
+    return rng.scalar(rng.integer(MAX_DECAY + 1)) if rng.integer(2) else None
 
 
 def _draw_by_direction(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
