@@ -39,9 +39,9 @@ OF_OTHERS = {
     ("convert.py", "skip_unsupported"), ("initial.py", "preset"),
     ("weights.py", "use_reentrant"), ("weights.py", "bf16"), ("weights.py", "dtype"),
     ("optimizer.py", "accumulation"), ("optimizer.py", "use_reentrant"),
-    ("weights.py", "create_graph"),
+    ("weights.py", "create_graph"), ("group.py", "LOCAL_RANK"),
 }  # fmt: skip
-"""Old names, arguments of libraries, and an area of a model."""
+"""Old names, arguments of libraries, a variable, and an area of a model."""
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
