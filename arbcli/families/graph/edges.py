@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from arbcli.model.packed_model import StepMemory
 
-MOST = 127
+INT8_MAX = 127
 NEW_SCORE, NEW_SIGN = 16, 64
 
 
@@ -59,7 +59,7 @@ class Edges(StepMemory):
         bucket = codes % len(self.source)
         score = self.score[bucket]
         is_edge = (self.source[bucket] == codes[:, None]) & (score > 0)
-        weights = self.sign[bucket].float() * score.float() / MOST**2
+        weights = self.sign[bucket].float() * score.float() / INT8_MAX**2
         return torch.where(is_edge, self.target[bucket].long(), -1), weights * is_edge
 
     def vote(self, codes: Tensor, targets: Tensor, grad: Tensor) -> None:
@@ -84,7 +84,7 @@ class Edges(StepMemory):
         """
         if "votes" in self.sums:
             moved = self.sign + torch.sign(self.sums["votes"]).view_as(self.sign)
-            self.sign.copy_(moved.clamp_(-MOST, MOST))
+            self.sign.copy_(moved.clamp_(-INT8_MAX, INT8_MAX))
         if "pairs" in self.records:
             self._pass(torch.cat(self.records["pairs"], dim=1))
         self.forget()
@@ -109,7 +109,7 @@ class Edges(StepMemory):
         weakened &= (last >= 0)[:, None] & ~passed
         score = self.score.int()
         new = weakened & (score <= 1)
-        moved = torch.where(passed, (score + 1).clamp(max=MOST), score - weakened.int())
+        moved = torch.where(passed, (score + 1).clamp(max=INT8_MAX), score - weakened.int())
         self.score.copy_(torch.where(new, NEW_SCORE, moved))
         self.sign.masked_fill_(new, NEW_SIGN)
         last = last.clamp(min=0)

@@ -17,7 +17,7 @@ from arbcli.model.packed_model import StepMemory
 
 ORDER = 6
 """Length of the n-grams."""
-MOST = 127
+INT8_MAX = 127
 
 
 class MemGram(StepMemory):
@@ -57,7 +57,7 @@ class MemGram(StepMemory):
             self.record("seen", torch.stack((entries[:, :-1], text[:, 1:])).flatten(1))
         entries = entries[:, -length:].reshape(-1, 1)  # (B * T, 1)
         known = entries.clamp(min=0)
-        strength = self.strength[known].float() / MOST * (entries >= 0)
+        strength = self.strength[known].float() / INT8_MAX * (entries >= 0)
         symbols = torch.where(strength > 0, self.symbol[known].long() + 128, -1)
         y = self.output(self.table(symbols, torch.ones_like(strength), dtype), self.norm)
         # the strength is applied after the norm, which would cancel it
@@ -79,7 +79,7 @@ class MemGram(StepMemory):
         again, seen = (new == self.symbol) & (self.strength > 0), last >= 0
         strength = self.strength.int()
         replaced = seen & ~again & (strength <= 1)
-        moved = torch.where(again, (strength + 1).clamp(max=MOST), strength - 1)
+        moved = torch.where(again, (strength + 1).clamp(max=INT8_MAX), strength - 1)
         strength = torch.where(replaced, 1, torch.where(seen, moved, strength))
         self.symbol.copy_(torch.where(replaced, new, self.symbol))
         self.strength.copy_(strength)

@@ -31,7 +31,7 @@ from arbcli.model.packed_model import StepMemory
 
 UNIT = 32
 """Integer value of 1 in codes."""
-MOST = 127
+INT8_MAX = 127
 MEMORY = 32
 """Maximum weight of a code in its next mean, in selections."""
 
@@ -75,7 +75,7 @@ class Quantiser(StepMemory):
         z = self.query(x, self.norm).float()
         z = z * torch.rsqrt(z.square().mean(dim=-1, keepdim=True) + NORM_EPS)
         with torch.no_grad():
-            q = (z * UNIT).round_().clamp_(-MOST, MOST).to(torch.int8).flatten(0, -2)
+            q = (z * UNIT).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8).flatten(0, -2)
             chosen = nearest_codes(q, self.codes)
             rows = self.codes[chosen].view(z.shape).float() / UNIT
         cost = None
@@ -128,9 +128,9 @@ class Quantiser(StepMemory):
         shares = (weight + count).clamp(min=1)
         total += weight * old
         total += _bits(rows, q.shape[1], self.hand) % shares
-        moved = total.div_(shares, rounding_mode="floor").clamp_(-MOST, MOST)
+        moved = total.div_(shares, rounding_mode="floor").clamp_(-INT8_MAX, INT8_MAX)
         scatter_rows_(self.codes, rows, moved.to(torch.int8))
-        scatter_rows_(self.uses, rows, (uses + count).clamp(max=MOST).to(torch.int8))
+        scatter_rows_(self.uses, rows, (uses + count).clamp(max=INT8_MAX).to(torch.int8))
         lives = torch.full_like(rows, self.config.patience, dtype=torch.int8)
         scatter_rows_(self.lives, rows, lives[:, None])
 

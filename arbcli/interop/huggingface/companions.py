@@ -25,7 +25,7 @@ NAMES = (
     "merges.txt", "tokenizer.model",
 )  # fmt: skip
 """Names of companion files, which are copied if they exist."""
-LARGEST = 2**27
+MAX_BYTES = 2**27
 """Maximum size of a companion file in bytes."""
 
 
@@ -33,7 +33,7 @@ def copy_companions(source: Path, target: Path) -> None:
     """Copy the companions of a folder, byte for byte.
 
     Raises:
-        ArbError: a file cannot be read or written, or is larger than `LARGEST`.
+        ArbError: a file cannot be read or written, or is larger than `MAX_BYTES`.
     """
     names = [name for name in NAMES if (source / name).exists()]
     if not names:
@@ -44,12 +44,12 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def read_companion(path: Path) -> bytes:
-    """Read a file that comes with a model, of at most `LARGEST` bytes.
+    """Read a file that comes with a model, of at most `MAX_BYTES` bytes.
 
     Raises:
-        ArbError: the file cannot be read, or is larger than `LARGEST`.
+        ArbError: the file cannot be read, or is larger than `MAX_BYTES`.
     """
-    return read_small(path, LARGEST, "remove it, if it is not needed")
+    return read_small(path, MAX_BYTES, "remove it, if it is not needed")
 
 
 def companions_of(run: Path, config: ModelConfig) -> Path | None:

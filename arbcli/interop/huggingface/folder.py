@@ -21,7 +21,7 @@ from arbcli.base.run_files import CONFIG
 from arbcli.interop.huggingface.config_json import QUANTIZATION, divides_by_scale
 from arbcli.interop.huggingface.dense import HEAD, sources
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.bitnet import SMALLEST
+from arbcli.model.layers.bitnet import MIN_PEAK
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -166,7 +166,7 @@ class WeightFolder:
     def scale(self, name: str) -> float:
         """Return the scale of a BitNet's matrix; that of floats is their mean magnitude."""
         scale = self.tensors[name].scale
-        return max(float(self.read(name).abs().mean()), SMALLEST) if scale is None else scale
+        return max(float(self.read(name).abs().mean()), MIN_PEAK) if scale is None else scale
 
 
 def _stored(path: Path) -> Iterator[tuple[str, Stored]]:

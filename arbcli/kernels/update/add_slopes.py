@@ -18,7 +18,7 @@ CLIP = 16 << 16
 """Clipping threshold, as a gain of 2**16 makes of slopes."""
 UNIT = 2.0**-21
 """Product of a slope in units of 2**-16 and a weight in units of 2**-16, in units of 2**-11."""
-LARGEST = 2**15 - 1
+MAX_SLOPE = 2**15 - 1
 
 
 def _add_slopes_torch(
@@ -26,7 +26,7 @@ def _add_slopes_torch(
 ) -> Tensor:
     if ok:
         s = (slope * slope_gain).clamp_(-CLIP, CLIP).mul_(weight.float() * UNIT).round_()
-        total.copy_(s.add_(total).clamp_(-LARGEST, LARGEST))
+        total.copy_(s.add_(total).clamp_(-MAX_SLOPE, MAX_SLOPE))
     return sum_squares(total)
 
 
@@ -40,7 +40,7 @@ def sum_squares(total: Tensor) -> Tensor:
 def _add_slopes_kernel(
     total_ptr, slope_ptr, slope_gain_ptr, weight_ptr, ok_ptr, squares_ptr, N, num_groups,
     stride_tn, stride_tg, stride_sn, stride_sg,
-    CLIP: tl.constexpr, UNIT: tl.constexpr, LARGEST: tl.constexpr,
+    CLIP: tl.constexpr, UNIT: tl.constexpr, MAX_SLOPE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     n, g, mask = tile_of_program(N, num_groups, BLOCK_N, BLOCK_G)
@@ -50,7 +50,7 @@ def _add_slopes_kernel(
         slope = tl.load(slope_ptr + n * stride_sn + g * stride_sg, mask=mask, other=0)
         s = tl.minimum(tl.maximum(slope * tl.load(slope_gain_ptr), -CLIP), CLIP)
         total += round_to_int(s * (tl.load(weight_ptr).to(tl.float32) * UNIT))
-        total = tl.minimum(tl.maximum(total, -LARGEST), LARGEST)
+        total = tl.minimum(tl.maximum(total, -MAX_SLOPE), MAX_SLOPE)
         tl.store(total_ptrs, total.to(tl.int16), mask=mask)
     squares = total.to(tl.float64)
     tl.store(squares_ptr + tl.program_id(0), tl.sum(squares * squares))
@@ -66,7 +66,7 @@ def _add_slopes_triton(
         _add_slopes_kernel[(programs,)](
             total, slope, slope_gain, weight, ok, squares, rows, groups,
             *total.stride(), *slope.stride(),
-            CLIP=CLIP, UNIT=UNIT, LARGEST=LARGEST, BLOCK_N=BLOCK_N, BLOCK_G=BLOCK_G,
+            CLIP=CLIP, UNIT=UNIT, MAX_SLOPE=MAX_SLOPE, BLOCK_N=BLOCK_N, BLOCK_G=BLOCK_G,
             enable_fp_fusion=False,
         )  # fmt: skip
     return squares

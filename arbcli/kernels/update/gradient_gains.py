@@ -27,7 +27,7 @@ UNSET = -128
 """The whole digit of a statistic that has seen no gradient."""
 LOWEST, HIGHEST = -127 * 128, 127 * 128 + 127
 """128 log2 of a statistic saturates here, the pair of digits as one."""
-SMALLEST, LARGEST = 2.0**-120, 2.0**120
+MIN_SQUARE, MAX_SQUARE = 2.0**-120, 2.0**120
 """A gradient is used if the sum of its squares is in this range."""
 SMALL = 2.0**-40
 """A smaller sum of squares is multiplied by 1 / SMALL**2 while its mean is taken."""
@@ -107,9 +107,9 @@ def _judge(
 ) -> tuple[float, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the RMS of a gradient, 0 if it cannot be used, and ok, slope gain and unit."""
     total, mean = float(squares.sum()), float(slope_squares.sum()) / slope.numel()
-    usable = SMALLEST <= total <= LARGEST
+    usable = MIN_SQUARE <= total <= MAX_SQUARE
     refused += not usable
-    nonfinite |= not total <= LARGEST
+    nonfinite |= not total <= MAX_SQUARE
     ok = torch.full_like(refused, usable, dtype=torch.int32)
     gain = min(UNIT / math.sqrt(mean), 3e38) if mean > 0 else 0.0
     slope_gain = torch.full_like(refused, gain, dtype=torch.float32)
@@ -205,14 +205,14 @@ def _gradient_gains_kernel(
     ok_ptr, slope_gain_ptr, unit_ptr, row_gain_ptr, column_gain_ptr,
     N, K, num_weights, num_slopes, parts, row_parts, column_parts,
     stride_rl, stride_rd, stride_cl, stride_cd,
-    SMALLEST: tl.constexpr, LARGEST: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
+    MIN_SQUARE: tl.constexpr, MAX_SQUARE: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
     FLOOR: tl.constexpr, SMALL: tl.constexpr, FACTORED: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Decide in the first program if the gradient is usable; others average rows, then columns."""
     # every program computes the sum of squares
     total = sum_parts(squares_ptr, parts, tl.float32)
-    ok = (total >= SMALLEST) & (total <= LARGEST)
+    ok = (total >= MIN_SQUARE) & (total <= MAX_SQUARE)
     # the mean of a small total would be subnormal, which the GPU's roots take for zero
     scale = tl.where(total < SMALL, 1 / SMALL, 1.0)
     mean_square = total * scale * scale / num_weights
@@ -225,7 +225,7 @@ def _gradient_gains_kernel(
         # count refused gradients, and note one that is not finite
         if not ok:
             tl.store(refused_ptr, tl.load(refused_ptr) + 1)
-            if not (total <= LARGEST):
+            if not (total <= MAX_SQUARE):
                 tl.store(nonfinite_ptr, 1)
         # gain of the slopes of scales
         mean = sum_parts(slope_squares_ptr, parts, tl.float64) / num_slopes
@@ -267,7 +267,7 @@ def _gradient_gains_triton(
         refused, nonfinite, ok, slope_gain, unit, row_gain, column_gain,
         num_rows, num_columns, float(num_rows * num_columns), float(slope.numel()),
         len(squares), row_parts, column_parts, *strides,
-        SMALLEST=SMALLEST, LARGEST=LARGEST, LOWEST=LOWEST, HIGHEST=HIGHEST, FLOOR=FLOOR,
+        MIN_SQUARE=MIN_SQUARE, MAX_SQUARE=MAX_SQUARE, LOWEST=LOWEST, HIGHEST=HIGHEST, FLOOR=FLOOR,
         SMALL=SMALL, FACTORED=factored, BLOCK_P=16, BLOCK_L=block_l,
     )  # fmt: skip
     return ok, slope_gain, unit, row_gain, column_gain

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 
-SMALLEST = 1e-5
+MIN_PEAK = 1e-5
 """Least magnitude of a row's largest number, and least scale of weights."""
 
 
 def round_rows(y: Tensor) -> Tensor:
     """Round (..., D) to 255 levels of each row; of the same dtype."""
-    scale = 127 / y.abs().amax(dim=-1, keepdim=True).float().clamp_(min=SMALLEST)
+    scale = 127 / y.abs().amax(dim=-1, keepdim=True).float().clamp_(min=MIN_PEAK)
     return (y * scale).round_().clamp_(-128, 127).div_(scale).to(y.dtype)
 
 

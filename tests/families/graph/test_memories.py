@@ -6,7 +6,7 @@ from graph_parts import initialised, spec, text
 from torch.nn import functional
 
 from arbcli.families.graph.config import MemGramConfig
-from arbcli.families.graph.memgram import MOST, ORDER, MemGram
+from arbcli.families.graph.memgram import INT8_MAX, ORDER, MemGram
 from arbcli.model.ngrams import ngram_ids
 from arbcli.model.parts.window import attend_in_window
 
@@ -47,7 +47,7 @@ def test_steps_equal_a_dictionary(rows):
         for entry, symbol in last.items():
             held, strength = slow.get(entry, (None, 0))
             if held == symbol:
-                slow[entry] = symbol, min(strength + 1, MOST)
+                slow[entry] = symbol, min(strength + 1, INT8_MAX)
             elif strength > 1:
                 slow[entry] = held, strength - 1
             else:

@@ -7,14 +7,14 @@ import torch
 from graph_parts import initialised, normal, spec
 
 from arbcli.families.graph.config import QuantiserConfig
-from arbcli.families.graph.quantiser import MEMORY, MOST, UNIT, Quantiser, _bits
+from arbcli.families.graph.quantiser import INT8_MAX, MEMORY, UNIT, Quantiser, _bits
 
 CONFIG = QuantiserConfig(codes=37, width=12, patience=3)
 
 
 def part(**options) -> Quantiser:
     quantiser = initialised(Quantiser(CONFIG, spec(**options), "codebook"))
-    quantiser.codes.copy_((normal(37, 12, seed=3) * UNIT).round().clamp(-MOST, MOST))
+    quantiser.codes.copy_((normal(37, 12, seed=3) * UNIT).round().clamp(-INT8_MAX, INT8_MAX))
     return quantiser
 
 
@@ -29,8 +29,8 @@ def stepped(tested: Quantiser, q: torch.Tensor, chosen: torch.Tensor) -> None:
         total = weight + len(vectors)
         for column, old in enumerate(codes[code]):
             number = weight * old + sum(row[column] for row in vectors) + bits[code][column] % total
-            codes[code][column] = max(-MOST, min(MOST, number // total))
-        uses[code], lives[code] = min(MOST, uses[code] + len(vectors)), CONFIG.patience
+            codes[code][column] = max(-INT8_MAX, min(INT8_MAX, number // total))
+        uses[code], lives[code] = min(INT8_MAX, uses[code] + len(vectors)), CONFIG.patience
     for index in range(min(len(q), len(codes))):
         place = (hand + index) % len(codes)
         lives[place] -= lives[place] > 0
@@ -49,7 +49,7 @@ def stepped(tested: Quantiser, q: torch.Tensor, chosen: torch.Tensor) -> None:
 def test_step_equals_integers(positions):
     tested, generator = part(), torch.Generator().manual_seed(positions)
     for _ in range(12):
-        q = torch.randint(-MOST, MOST + 1, (positions, 12), generator=generator, dtype=torch.int8)
+        q = torch.randint(-127, 128, (positions, 12), generator=generator, dtype=torch.int8)
         chosen = torch.randint(9, (positions,), generator=generator)
         stepped(tested, q, chosen)
     assert (tested.uses.max() > MEMORY) == (positions > 10)
