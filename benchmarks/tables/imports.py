@@ -71,24 +71,40 @@ def tuning(runs: Runs) -> str:
 
 
 def tuning_tokens(runs: Runs) -> str:
-    """List each way of tuning a real model at its best rate, by text, after what it begins with."""
-    best: dict[tuple, Row] = {}
-    for row in sorted(rows_of(runs), key=lambda row: (row["part"] != "begun", row["new"])):
+    """List ways of tuning a real model at their best rates: means of seeds, by text.
+
+    Rates with fewer seeds than others of a way are left out.
+    """
+    ways: dict[tuple, dict[float, list[Row]]] = {}
+    for row in sorted(rows_of(runs), key=lambda row: row["part"] != "begun"):
         if row["part"] != "begun" or row["kind"] == "float":
-            best.setdefault((row["text"], row["kind"]), row)
+            rates = ways.setdefault((row["text"], row["kind"]), {})
+            rates.setdefault(row["lr"], []).append(row)
+    best = {way: min(rates.values(), key=_by_seeds) for way, rates in ways.items()}
+    begun = [way for way in best if way[1] == "float"]
+    order = begun + sorted(best.keys() - begun, key=lambda way: _by_seeds(best[way])[1])
     lines = []
-    for (text, kind), row in sorted(best.items(), key=lambda item: item[0][0] != "novels"):
-        losses = row | {text: row["new"], "code": row["old"]}
-        cells = [f"{losses[name]:.4f}" for name in ("novels", "code", "chats")]
-        novels_choices = row.get("novels_choices", row.get("new_choices"))
-        cells += [share(novels_choices), share(row["old_choices"])]
-        cells += [f"{row['state_bytes'] / 1e6:.0f}"] if row["state_bytes"] else [""]
-        lines.append(
-            [text, *(("before", "") if kind == "float" else (kind, f"{row['lr']:g}")), *cells]
-        )
-    head = ["tuned on", "way", "best rate", "novels", "code", "chats"]
+    for text, kind in sorted(order, key=lambda way: way[0] != "novels"):
+        some = best[text, kind]
+        fields = {"novels": "novels", "code": "old", "chats": "chats", text: "new"}
+        cells = [f"{_mean(some, fields[name]):.4f}" for name in ("novels", "code", "chats")]
+        cells += [share(_mean(some, f"{fields[name]}_choices")) for name in ("novels", "code")]
+        size = f"{some[0]['state_bytes'] / 1e6:.0f}" if some[0]["state_bytes"] else ""
+        way = [kind, f"{some[0]['lr']:g}", f"{len(some)}"]
+        way = ["before", "", ""] if kind == "float" else way
+        lines.append([text, *way, *cells, size])
+    head = ["tuned on", "way", "best rate", "seeds", "novels", "code", "chats"]
     head += ["choices: novels", "code", "state, MB"]
     return markdown(head, lines) + source(runs)
+
+
+def _mean(rows: list[Row], field: str) -> float:
+    return mean(row[field] for row in rows)
+
+
+def _by_seeds(rows: list[Row]) -> tuple[int, float]:
+    """Order rows of one rate by the number of seeds, the most first, then by the loss."""
+    return -len(rows), _mean(rows, "new")
 
 
 MIXTURES = {
