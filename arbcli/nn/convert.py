@@ -1,5 +1,6 @@
 """Conversion of a float model to integers, in place and one tensor at a time."""
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from arbcli.base.environment import set_environment
 from arbcli.base.errors import ArbError, quoted
 from arbcli.model.rules import LR_OF_TUNING
 from arbcli.nn.layers import is_transposed, role, set_integer_class, set_packed, unsupported
-from arbcli.nn.optimizer import IntegerOptimizer, check_numbers
+from arbcli.nn.optimizer import IntegerOptimizer, check_numbers, guard_others
 from arbcli.nn.storage import Storage, new_fused, new_packed
 from arbcli.nn.weights import Anchored, MatrixRows
 
@@ -108,6 +109,7 @@ def to_integers(
     )
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None:
     """Replace the float parameters of a model by packed tensors, in place.
@@ -117,6 +119,7 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
         settings: arguments of `to_integers` that describe the packed tensors.
         rounds: whether weights are rounded; else they are uninitialised.
     """
+    guard_others()
     groups = _grouped(model, settings)
     storages = [_storage(uses, settings) for uses in groups]
     head = _output_weight(model)
@@ -134,9 +137,7 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
             pass  # it was fused with another layer
         elif first.name == "weight" and first.module in together:
             members = together[first.module]
-            values = [
-                weight for member in members if (weight := member._parameters["weight"]) is not None
-            ]
+            values: Any = [member._parameters["weight"] for member in members]
             matrix = new_fused(values, storage, dim=dim)
             if rounds:
                 matrix.round(torch.cat(tuple(values)), own_grid)
@@ -155,7 +156,12 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
     for module, last_role in changed.items():
         set_integer_class(module, last_role == "experts")
     if hasattr(model, "config") and hasattr(model.config, "to_dict"):
-        setattr(model.config, MARK, {KEY: settings})
+        shared = model.config  # maybe with other models, whose weights are floats
+        configuration = copy.copy(shared)
+        setattr(configuration, MARK, {KEY: settings})
+        for module in model.modules():
+            if getattr(module, "config", None) is shared:
+                module.config = configuration
         # patterns by which Transformers renames float weights when it saves them
         model._float_conversions = getattr(model, "_weight_conversions", None)  # type: ignore[assignment]
         model._weight_conversions = []  # type: ignore[assignment]

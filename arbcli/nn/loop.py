@@ -119,9 +119,8 @@ class CapturedStep:
         self.optimizer.set_step()
         self.optimizer.is_set = True
         number = self.optimizer.step_number
-        device = self._inputs[0][0].device
         try:
-            room = TABLES.captured(self._table_numbers, device)
+            room = TABLES.captured(self._table_numbers, self._inputs[0][0].device)
             with room as self._tables, capturing(self._graph):
                 self._total = self._run(self._inputs)
         finally:

@@ -1,10 +1,11 @@
 """The optimizer of integer weights, which consumes gradients in the backward."""
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from arbcli.kernels.update.sign_gradient import SignGradient
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import LR_OF_TUNING
 from arbcli.model.updater import HELD_BYTES
+from arbcli.nn.layers import IntegerModule
 from arbcli.nn.updater import ModuleUpdater
 from arbcli.nn.weights import Anchor, Anchored
 
@@ -79,7 +81,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         """Tensors whose moments have gradients of this step, and which did not step along them."""
         for weight in self._weights:
             weight.sink = self._consume
-        _guard_others()
+        guard_others()
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse copies: their weights would belong to another model."""
@@ -164,13 +166,13 @@ class IntegerOptimizer(torch.optim.Optimizer):
         device, dtype = self._weights[0].trits.device, self._weights[0].anchor.dtype
         updater = self._updater
         if updater is None or (updater.device, updater.dtype) != (device, dtype):
-            if updater is not None:
-                self._counters = updater.counters()
+            self._counters = self.counters()
             seed = self.param_groups[0]["seed"]
             updater = self._updater = ModuleUpdater(self._weights, seed, dtype, HELD_BYTES)
             updater.restore(self._counters)
         return updater
 
+    @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """End the step; without a backward since the last one, nothing happens.
 
@@ -179,11 +181,14 @@ class IntegerOptimizer(torch.optim.Optimizer):
 
         Returns:
             The result of the closure.
+
+        Raises:
+            ArbError: the weights have another optimizer since.
         """
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        if any(weight.sink != self._consume for weight in self._weights):
+            raise ArbError("a newer `IntegerOptimizer` trains these weights", "call its `step`")
+        with torch.enable_grad():
+            result = None if closure is None else closure()
         if self._micro:
             updater = self._updater_now
             if self._unstepped:
@@ -196,9 +201,8 @@ class IntegerOptimizer(torch.optim.Optimizer):
     def _forget_step(self) -> None:
         """Begin the next step with the next backward."""
         self._micro, self._runs_backward = 0, False
-        self._stepped.clear()
-        self._blended.clear()
-        self._unstepped.clear()
+        for records in (self._stepped, self._blended, self._unstepped):
+            records.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse further parameter groups, which no step would read."""
@@ -225,6 +229,12 @@ class IntegerOptimizer(torch.optim.Optimizer):
         blended them into the moments.
         """
         if self._micro:
+            if not self._runs_backward:  # which may have failed
+                warnings.warn(
+                    "`zero_grad` ends a step, whose gradients have trained the weights; freeze the"
+                    " model (`requires_grad_(False)`) for a backward that must not train it",
+                    stacklevel=2,
+                )
             self.step()
 
     def counters(self) -> dict[str, int]:
@@ -269,26 +279,25 @@ def check_numbers(lr: float, accumulation: int, weight_decay: float, seed: int) 
     """
     if not isinstance(accumulation, int) or accumulation < 1:
         raise ArbError(f"`accumulation` is {accumulation}", "use an integer of at least 1")
-    finite = 0 <= lr < math.inf and 0 <= weight_decay < math.inf
+    finite = all(isinstance(x, SupportsFloat) and 0 <= x < math.inf for x in (lr, weight_decay))
     if not (finite and isinstance(seed, int) and 0 <= seed < 1 << 31):
         raise ArbError(
-            f"`lr={lr}, weight_decay={weight_decay}, seed={seed}` is out of range",
+            f"`lr={lr!r}, weight_decay={weight_decay!r}, seed={seed}` is out of range",
             "use finite numbers of at least 0, and an integer of at most 2**31-1 as seed",
         )
 
 
 @cache
-def _guard_others() -> None:
-    """Refuse float optimizers whose parameters include integer weights, and averages of these."""
+def guard_others() -> None:
+    """Refuse float optimizers, averages and merged adapters of integer weights."""
     register_optimizer_step_pre_hook(_refuse_anchors)
-    register_module_module_registration_hook(_refuse_averages)
+    register_module_module_registration_hook(_refuse_wrappers)
 
 
 def _refuse_anchors(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if isinstance(optimizer, IntegerOptimizer):
-        return
     parameters = (value for group in optimizer.param_groups for value in group["params"])
-    if any(isinstance(value, Anchor) for value in parameters):
+    is_own = isinstance(optimizer, IntegerOptimizer)
+    if not is_own and any(isinstance(value, Anchor) for value in parameters):
         raise ArbError(
             f"{type(optimizer).__name__} has integer weights among its parameters",
             "train these with the optimizer of `arbcli.to_integers`, and give"
@@ -296,10 +305,19 @@ def _refuse_anchors(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         )
 
 
-def _refuse_averages(module: nn.Module, _: str, part: nn.Module | None) -> None:
+def _refuse_wrappers(module: nn.Module, name: str, part: nn.Module | None) -> None:
     parts = part.modules() if isinstance(module, AveragedModel) and part is not None else ()
     if any(isinstance(inner, Anchored) for inner in parts):
         raise ArbError(
             "`AveragedModel` cannot average integer weights",
             "average the result of `arbcli.nn.float_state_dict(model)` after each step",
         )
+    if name == "base_layer" and isinstance(part, IntegerModule):
+        module.merge = _refuse_merge  # type: ignore[assignment]  # of adapters of PEFT
+
+
+def _refuse_merge(*_: Any, **__: Any) -> None:
+    raise ArbError(
+        "adapters cannot be merged into integer weights",
+        "save them, and merge them into the floats that `arbcli.export_float` writes",
+    )

@@ -12,6 +12,7 @@ from arbcli.base.reading import ALTERED, read_json
 from arbcli.base.run_files import CONFIG
 from arbcli.nn.convert import KEY, MARK, ORIGIN, convert
 from arbcli.nn.layers import SUFFIX, IntegerModule
+from arbcli.nn.weights import check_dtype
 
 GENERATION = "generation_config.json"
 """Settings of `model.generate` in a folder of Transformers."""
@@ -52,13 +53,12 @@ def load_integers(
         )
     dtype = dtype or configuration.dtype or torch.float32
     model = getattr(transformers, name)._from_config(configuration, dtype=dtype)
+    check_dtype(model.dtype)
     convert(model, mark[KEY], rounds=False)
     _read_into(model, folder)
     if (folder / GENERATION).exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    if device is not None:
-        model.to(device)
-    return model.eval()
+    return (model if device is None else model.to(device)).eval()
 
 
 def _read_into(model: nn.Module, folder: Path) -> None:
@@ -93,14 +93,10 @@ def float_state_dict(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> d
         Tensors on the CPU by name, of their shapes before the conversion; tied weights are one
         tensor with several names.
     """
-    modules = {
-        name: part
-        for name, part in model.named_modules(remove_duplicate=False)
-        if isinstance(part, IntegerModule)
-    }
     names = {
         f"{name}.{weight}" if name else weight: packed
-        for name, part in modules.items()
+        for name, part in model.named_modules(remove_duplicate=False)
+        if isinstance(part, IntegerModule)
         for weight, packed in part._packed.items()
     }
     decoded: dict[int, Tensor] = {}
@@ -141,8 +137,7 @@ def export_float(model: Any, folder: Path | str, dtype: torch.dtype = torch.bflo
     model.config = copy.deepcopy(configuration)
     model._weight_conversions = model._float_conversions
     try:
-        if hasattr(model.config, MARK):
-            delattr(model.config, MARK)
+        vars(model.config).pop(MARK, None)
         model.config.dtype = dtype
         setattr(model.config, ORIGIN, "arbcli.nn")
         model.save_pretrained(folder, state_dict=float_state_dict(model, dtype))

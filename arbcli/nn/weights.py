@@ -93,7 +93,7 @@ class Anchored(StreamedTensor):
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list, *rest: Any
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
-        missing.remove(f"{prefix}anchor")
+        missing[:] = [name for name in missing if name != f"{prefix}anchor"]
 
     @property
     def trained(self) -> bool:
@@ -242,6 +242,7 @@ class _Token(Function):
         return anchor.new_empty(0)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, _: Tensor | None) -> tuple[None, None]:
         ctx.weight.emit()
         return None, None
@@ -259,13 +260,15 @@ class _Use(Function):
         ctx: Any, weight: Anchored, token: Tensor, run: Any, propagate: Any, express: Any,
         *tensors: Tensor,
     ) -> Tensor:  # fmt: skip
-        ctx.weight, ctx.token, ctx.version = weight, token, weight.version
+        ctx.weight, ctx.token = weight, token
+        ctx.version = weight.version if token.requires_grad else ()
         ctx.propagate, ctx.express = propagate, express
         y, *saved = run(*tensors)
         ctx.save_for_backward(*tensors, *saved)
         return y
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ArbError(

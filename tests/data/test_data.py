@@ -222,8 +222,7 @@ def test_mixture_draws_by_weight_and_never_across(tmp_path):
         assert (windows == windows[:, :1]).all()
         share = float((windows[:, 0] == ord("a")).float().mean())
         assert share == pytest.approx(0.75, abs=0.03)
-    again = batch(texts.val, 1, 2, size=4000)
-    assert torch.equal(again[0], inputs)
+    assert torch.equal(batch(texts.val, 1, 2, size=4000)[0], inputs)
     assert len(texts.val) == 9200
     heavier = open_texts([f"{tmp_path}/a:0.8", f"{tmp_path}/b:.25"], None, seed=0, context=8)
     assert digest(heavier.train) != digest(texts.train)

@@ -92,8 +92,7 @@ def test_torn_or_altered_lines_of_records_are_left_out(own_run):
         assert best_step(read_records(own_run)) in (1, 2, 3, 4), line
     path.write_bytes(whole + b"\n".join(BAD_LINES))
     notes: list[str] = []
-    report = open_saved(own_run, notes.append).report()
-    assert report.run["last_record"] == good[-1]
+    assert open_saved(own_run, notes.append).report().run["last_record"] == good[-1]
     assert "torn or altered" in notes[-1]
     check_run(own_run)
     resume_run(own_run, Observer())

@@ -21,8 +21,7 @@ def trits_and_scales(rows: int, columns: int, group: int) -> tuple[torch.Tensor,
     generator = torch.Generator().manual_seed(rows)
     trits = torch.randint(-1, 2, (rows, columns), generator=generator, dtype=torch.int8)
     shape = (rows, -(-columns // group))
-    scales = 2.0 ** torch.randint(-9, 2, shape, generator=generator)
-    return trits, scales * 1.4140625
+    return trits, 2.0 ** torch.randint(-9, 2, shape, generator=generator) * 1.4140625
 
 
 def weights(trits, scales, group: int) -> torch.Tensor:

@@ -20,8 +20,7 @@ MOMENT, NIBBLE = Grid(127, 64), Grid(21, 16)
 
 
 def drawn(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=generator) * 0.03
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.03
 
 
 def decoded(z: torch.Tensor, v: torch.Tensor, group: int, grid: Grid) -> torch.Tensor:
@@ -112,8 +111,7 @@ def test_own_grid_is_read_exactly(grid):
         if 2 * limit > grid.largest:
             assert torch.equal(rounded.z, z.to(torch.int8))
         assert torch.equal(decoded(rounded.z, rounded.v, 32, grid), weight)
-        again = round_weights(weight, 32, grid, True)
-        assert torch.equal(again.v, rounded.v)
+        assert torch.equal(round_weights(weight, 32, grid, True).v, rounded.v)
 
 
 @pytest.mark.parametrize("grid", [MOMENT, NIBBLE], ids=["moment", "nibble"])

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import tiny
 import torch
+from collected import Collected
 from states import assert_same
 from torch import nn
 
@@ -71,8 +72,13 @@ def test_model_is_converted_trained_saved_and_exported(transformers, name, tmp_p
 
 def test_plain_transformers_refuses_integers(transformers, tmp_path):
     model = tiny.build("qwen3")
+    other = type(model)(model.config)
     arbcli.to_integers(model, skip="lm_head")  # whose tied floats are saved once
     model.save_pretrained(tmp_path)
+    other.save_pretrained(tmp_path / "other")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "other")
+    with pytest.raises(ArbError, match="compute in bfloat16 or float32, and not in float16"):
+        arbcli.load_integers(tmp_path, dtype=torch.float16)
     assert torch.equal(arbcli.load_integers(tmp_path).lm_head.weight, model.lm_head.weight)
     with pytest.raises(ValueError, match="quant_method"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -128,16 +134,12 @@ def test_fused_layers_equal_separate_ones():
     twin.load_state_dict(arbcli.nn.float_state_dict(model, torch.float32))
     x = torch.randn(5, 16)
     for other, reads in ((x, False), (x[:3], False), (x, True), (torch.randn(3, 16), True)):
-        seen = {}
-        for name, part in packed(model).items():
-            part.sink = lambda tensor, grad, where=None, name=name, seen=seen: seen.update(
-                {name: grad}
-            )
+        seen = Collected(model)
         twin.zero_grad()
         for module in (model, twin):
             module(x, other, reads).backward()
         wanted = torch.cat([twin.a.weight.grad, twin.b.weight.grad])
-        torch.testing.assert_close(seen["a.weight"], wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(seen.grads["a.weight"], wanted, rtol=1e-5, atol=1e-5)
     with pytest.raises(ArbError, match="no module has linear layers `a`, `c`"):
         arbcli.to_integers(Pair(), fuse=[["a", "c"]])
 
@@ -247,15 +249,13 @@ def test_patterns_choose_what_is_converted_and_how(skip):
 def test_tied_weights_step_once_by_both_gradients():
     model, twin = Small(), Small()
     arbcli.to_integers(model)
-    table = packed(model)["embedding.weight"]
     twin.load_state_dict(arbcli.nn.float_state_dict(model, torch.float32))
-    seen = []
-    for part in packed(model).values():
-        part.sink = lambda tensor, grad, where=None: seen.append((tensor, grad))
+    seen = Collected(model)
     ids = torch.tensor([[1, 5, 5, 0]])
     for module in (model, twin):
         module(ids).sin().sum().backward()
-    (grad,) = [grad for tensor, grad in seen if tensor is table]
+    assert seen.calls == len(seen.grads)
+    grad = seen.grads["embedding.weight"]
     torch.testing.assert_close(grad, twin.embedding.weight.grad, rtol=1e-4, atol=1e-5)
 
 

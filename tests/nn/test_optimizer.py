@@ -8,6 +8,7 @@ import pytest
 import torch
 from states import assert_same, default_dtype, state_of
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim.swa_utils import AveragedModel
 
@@ -78,8 +79,7 @@ def test_a_step_that_ends_early_steps_weights_and_scales(rule):
     # `carry` steps with each gradient
     assert equal(before, digits(model)) == (rule != "carry")
     optimizer.step()
-    after = digits(model)
-    assert all(not torch.equal(part, before[name]) for name, part in after.items())
+    assert all(not torch.equal(part, before[name]) for name, part in digits(model).items())
     fractions = {name: part for name, part in state_of(model).items() if name.endswith("fraction")}
     assert any(not torch.equal(part, state_before[name]) for name, part in fractions.items())
     loss(model, ids).backward()  # the next step begins
@@ -208,7 +208,11 @@ def test_no_gradient_is_stored_and_frozen_models_pass_gradients_on():
 
 def test_wrong_uses_are_refused():
     model, optimizer, ids = build(accumulation=2)
-    other = torch.optim.AdamW(pickle.loads(pickle.dumps(model)).parameters())
+    copied, adapter = pickle.loads(pickle.dumps(model)), nn.Module()
+    other, older = torch.optim.AdamW(copied.parameters()), arbcli.nn.IntegerOptimizer(copied)
+    arbcli.nn.IntegerOptimizer(copied)
+    adapter.base_layer = model[2]  # as PEFT does
+    assert copied.load_state_dict(dict(copied.named_parameters()), strict=False).missing_keys
     graph = loss(model, ids)
     graph.backward(retain_graph=True)
     scaler = torch.amp.GradScaler("cpu")
@@ -217,6 +221,8 @@ def test_wrong_uses_are_refused():
     for use, said in (
         (graph.backward, "changed between a forward and its backward"),
         (lambda: scaler.step(optimizer), "finds no gradients"),
+        (older.step, "newer `IntegerOptimizer` trains these weights"),
+        (lambda: adapter.merge(), "cannot be merged into integer weights"),
         (other.step, "AdamW has integer weights among its parameters"),
         (lambda: optimizer.add_param_group(further), "a single group of parameters"),
         (lambda: optimizer.load_state_dict(other.state_dict()), "state was not saved"),
@@ -235,7 +241,7 @@ def test_wrong_uses_are_refused():
     "settings",
     [
         {"lr": -0.1}, {"lr": math.nan}, {"weight_decay": -1.0}, {"weight_decay": math.inf},
-        {"seed": 1 << 31}, {"seed": 0.5},
+        {"seed": 1 << 31}, {"seed": 0.5}, {"lr": "1e-4"},
     ],
 )  # fmt: skip
 def test_numbers_out_of_range_are_refused(settings):
@@ -257,8 +263,23 @@ def test_settings_that_change_within_a_step_are_those_of_the_next():
         loss(model, ids).backward()
     optimizer.step()
     loss(model, ids).backward()
-    optimizer.zero_grad()  # which begins the step again
+    with pytest.warns(UserWarning, match="ends a step, whose gradients have trained"):
+        optimizer.zero_grad()  # which begins the step again
     for _ in range(3):
         loss(model, ids).backward()
     optimizer.step()
     assert optimizer.step_number == 3  # one was dropped
+
+
+def test_a_compiled_step_compiles_no_kernels():
+    model, optimizer, ids = build()
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter)
+    def step():
+        loss(model, ids).backward()
+        optimizer.step()
+
+    step()
+    assert counter.frame_count <= 5
+    assert optimizer.step_number == 1

@@ -14,12 +14,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def folder(tmp_path, monkeypatch, transformers) -> Path:
     """A folder `Qwen3-0.6B` with a tiny model and a tokenizer, in the current directory."""
-    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokens`")
-    words = {f"w{number}": number for number in range(96)}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     folder = tmp_path / "Qwen3-0.6B"
-    transformers.PreTrainedTokenizerFast(tokenizer_object=model).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
     tiny.build("qwen3").save_pretrained(folder)
     monkeypatch.chdir(tmp_path)
     return folder

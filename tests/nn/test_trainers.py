@@ -59,13 +59,7 @@ def test_killed_trainer_continues_to_the_same_integers(transformers, tmp_path):
 def test_dpo_raises_the_margin_of_the_model_alone_and_sft_steps_it(transformers, tmp_path):
     trl = pytest.importorskip("trl", reason="needs the extra `trainers`")
     datasets = pytest.importorskip("datasets", reason="needs the extra `trainers`")
-    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokens`")
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, 96)}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+    tokenizer = tiny.tokenizer()
     draw = random.Random(0)
     prompts = [" ".join(f"w{draw.randint(3, 95)}" for _ in range(4)) + " " for _ in range(16)]
     chosen, rejected = "w10 w11 w12", "w20 w21 w22"

@@ -1,5 +1,6 @@
 """Tiny random models of Transformers, from configurations."""
 
+import pytest
 import torch
 
 SIZES = {
@@ -44,8 +45,20 @@ def build(name: str, **changes):
     return getattr(transformers, model_class)(config).float().eval()
 
 
+def tokenizer():
+    """Build a tokenizer of three special tokens and the words `w3` to `w95`."""
+    import transformers
+
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokens`")
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, 96)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
 def batch(rows: int = 2, length: int = 24) -> torch.Tensor:
     """Return (rows, length) symbols in which each row repeats a sequence."""
     generator = torch.Generator().manual_seed(1)
-    piece = torch.randint(3, 96, (rows, length // 3), generator=generator)
-    return piece.repeat(1, 3)
+    return torch.randint(3, 96, (rows, length // 3), generator=generator).repeat(1, 3)

@@ -59,8 +59,7 @@ def test_files_with_bytes_of_0_are_named(tmp_path):
 
 
 def test_held_out_text_of_another_kind_is_reported(tmp_path):
-    noise = bytes(range(1, 256)) * 50
-    (one,) = warnings(tmp_path, data=PROSE, val=noise)
+    (one,) = warnings(tmp_path, data=PROSE, val=bytes(range(1, 256)) * 50)
     assert "its order-0 entropy is 5.54 nats, not 2." in one
     assert "`--val`" in one
 

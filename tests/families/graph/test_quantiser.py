@@ -50,8 +50,7 @@ def test_step_equals_integers(positions):
     tested, generator = part(), torch.Generator().manual_seed(positions)
     for _ in range(12):
         q = torch.randint(-127, 128, (positions, 12), generator=generator, dtype=torch.int8)
-        chosen = torch.randint(9, (positions,), generator=generator)
-        stepped(tested, q, chosen)
+        stepped(tested, q, torch.randint(9, (positions,), generator=generator))
     assert (tested.uses.max() > MEMORY) == (positions > 10)
 
 

@@ -85,5 +85,4 @@ def test_holes_are_filled_one_after_another():
             with torch.no_grad():
                 given.append(int(lm(torch.tensor([given]))[0, -1].argmax()))
         text += [*given[-length:], *part]
-    greedy = Sampling(temperature=0)
-    assert fill_in_order(lm, parts, length, greedy, "torch") == text
+    assert fill_in_order(lm, parts, length, Sampling(temperature=0), "torch") == text

@@ -47,8 +47,7 @@ def test_every_number_of_symbols_is_hidden_as_often(step):
 
 def test_every_symbol_is_hidden_as_often():
     """Of 6,000 windows each symbol is hidden in 6.5 of 12; five standard errors are 193."""
-    shares = hidden_of(6000).sum(dim=0)
-    assert (shares - 6000 * 6.5 / 12).abs().max() < 193
+    assert (hidden_of(6000).sum(dim=0) - 6000 * 6.5 / 12).abs().max() < 193
     both = hidden_of(6000)[:, [2, 3]].all(dim=1).sum()  # k (k - 1) / 12 / 11, on average
     assert abs(int(both) - 6000 * sum(k * (k - 1) for k in range(1, 13)) / 12 / 132) < 193
 

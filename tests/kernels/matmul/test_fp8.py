@@ -23,8 +23,7 @@ def product(x: torch.Tensor, packed: Packed, **options) -> torch.Tensor:
 def test_numbers_that_eight_bits_hold_are_multiplied_exactly(device):
     packed = matrix(32, 64, device)._replace(fraction=None)
     x = torch.randint(-8, 9, (70, 64)).float().to(device)
-    weight = decode_weight(packed, torch.float32)
-    assert torch.equal(product(x, packed), x @ weight.T)
+    assert torch.equal(product(x, packed), x @ decode_weight(packed, torch.float32).T)
 
 
 @pytest.mark.parametrize(

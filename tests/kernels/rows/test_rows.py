@@ -34,8 +34,7 @@ def table(rows, dim, device, group_size=32, spread=4):
 
 
 def drawn(*shape, device, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(device)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 @each_backend
