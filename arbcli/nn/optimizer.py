@@ -110,10 +110,9 @@ class IntegerOptimizer(torch.optim.Optimizer):
         updater = self._updater_now
         late = self._micro > 1 and key not in self._blended
         self._blended.add(key)
+        self._unstepped[id(tensor)] = tensor
         if updater.controls.last and not late:
-            self._unstepped.pop(id(tensor), None)
-        else:
-            self._unstepped[id(tensor)] = tensor
+            del self._unstepped[id(tensor)]
         with updater.late() if late else nullcontext():
             updater(tensor, grad, where)
 

@@ -15,8 +15,6 @@ from arbcli.nn import weights as kinds
 
 MIN_COLUMNS = 64
 """Parameters that a module reads itself have a scale for each number if their rows are shorter."""
-WEIGHTS = ("int8",)
-"""Forms of weights: `int8` is all digits of z."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +28,7 @@ class Storage:
     rule: str = "moment"
     """Update rule: `moment`, `nibble` or `carry`."""
     weights: str = "int8"
-    """Form of the weights."""
+    """Form of the weights: `int8` is all digits of z."""
     scale_type: str = "T32"
     """Scale type: `T32` has a scale for 32 weights of a row."""
     direction: str | None = None
@@ -42,7 +40,7 @@ class Storage:
         """Check the settings."""
         for name, value, known in (
             ("rule", self.rule, WITH_DIGITS),
-            ("weights", self.weights, WEIGHTS),
+            ("weights", self.weights, ("int8",)),
             ("scale_type", self.scale_type, tuple(SCALE_TYPES)),
             ("direction", self.direction, (None, *DIRECTIONS)),
         ):

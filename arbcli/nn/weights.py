@@ -88,12 +88,14 @@ class Anchored(StreamedTensor):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[f"{prefix}anchor"]
+        getattr(destination, "_metadata", {}).setdefault(prefix[:-1], {})["rule"] = self.rule.name
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list, *rest: Any
-    ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        metadata, _, missing, _, errors = args
         missing[:] = [name for name in missing if name != f"{prefix}anchor"]
+        if (rule := metadata.get("rule", self.rule.name)) != self.rule.name:
+            errors.append(f"`{prefix[:-1]}` was saved with `rule={rule!r}`, not {self.rule.name!r}")
 
     @property
     def trained(self) -> bool:

@@ -130,6 +130,8 @@ def test_training_continues_from_its_state():
         assert again.param_groups[0]["seed"] == 0
         step(other, again)
         assert_same(state_of(model), state_of(other))
+    with pytest.raises(RuntimeError, match="was saved with `rule='carry'`, not 'nibble'"):
+        build("nibble")[0].load_state_dict(build("carry")[0].state_dict())
 
 
 def test_gradients_and_rates_that_are_not_finite_step_nothing():

@@ -26,8 +26,7 @@ def test_first_example_of_the_page_runs(folder, tmp_path):
     page = (ROOT / "docs" / "library.md").read_text()
     example, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len([line for line in example.splitlines() if line and "import" not in line]) <= 10
-    rows = [{"input_ids": row, "labels": row} for row in tiny.batch(8, 12)]
-    names = {"data": rows}
+    names = {"data": [{"input_ids": row, "labels": row} for row in tiny.batch(8, 12)]}
     exec(compile(example.replace("500", "2"), "library.md", "exec"), names)
     assert (tmp_path / "qwen3-tuned" / "model.safetensors").exists()
     assert names["optimizer"].step_number == 2

@@ -76,8 +76,7 @@ def exact(trainer: Trainer) -> tuple[float, dict[int, torch.Tensor]]:
 
 def test_gradients_between_processes_weigh_by_learnt_symbols(monkeypatch):
     """The sum that a tensor steps by is the gradient of the mean over all symbols."""
-    texts = Windows()
-    trainer = trainer_of(texts, accum=2, reduce_dtype="int16")
+    trainer = trainer_of(Windows(), accum=2, reduce_dtype="int16")
     trainer.step = step_with_both_windows(trainer)
     loss, wanted = exact(trainer)
     sums = {}
