@@ -361,8 +361,8 @@ def unsupported(module: nn.Module, value: nn.Parameter) -> str | None:
         return f"it is {str(value.dtype).removeprefix('torch.')}, and not bfloat16 or float32"
     if value.layout != torch.strided:
         return "it is sparse"
-    if not value.isfinite().all():
-        return "it has a number that is not finite"
+    if not (value.abs() < 1 << 32).all():  # near the largest scale
+        return "it has a number that is not finite, or is 2**32 or more"
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return f"{type(module).__name__} reads its weights in its own kernel"
     if isinstance(module, parametrize.ParametrizationList):
