@@ -34,12 +34,18 @@ DATASET_FILES = ("dataset_dict.json", "dataset_info.json", "state.json")
 """Files that describe a dataset, and are not texts of its folder."""
 RUN = "config.json", frozenset({"metrics.jsonl", ".lock"})
 """A folder with the first file and any of the others is a run."""
+MODEL = "config.json", frozenset({"model.safetensors", "model.safetensors.index.json"})
+"""A folder with the first file and any of the others is a model for Transformers."""
 RUN_FILES = re.compile(
     r"config\.json|metrics\.jsonl|tokenizer\.json|trace-[0-9]+\.json\.gz"
     r"|.*\.(safetensors|aside)|hugging_face|tensorboard"
 )
 """Names of files and folders that a run writes. They are not read as text, so that a run in the
 folder of its texts can be resumed."""
+MODEL_FILES = re.compile(
+    r"README\.md|merges\.txt|\w+\.(json|jinja)|(modeling|tokenization)_\w+\.py|.*\.safetensors"
+)
+"""Names of files of a model for Transformers, which an export may write there."""
 MAX_WEIGHT = 10**9
 """Largest weight of a text in a mixture."""
 NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -148,7 +154,7 @@ def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Pat
     files, media = [], set[str]()
     for match in [path] if is_named else sorted(set(_matches(path))):
         mode = _mode(match)
-        if not is_named and belongs_to_run(match):
+        if not is_named and belongs_to_saved(match):
             left_out.append(match)
         elif stat.S_ISDIR(mode) and _has_dataset(match):
             files += imported("arbcli.data.sources:saved_dataset")(Path(match))
@@ -301,7 +307,7 @@ def _files_below(
 ) -> list[Path]:
     """List the regular files below a folder, sorted, without hidden ones and folders in `skip`.
 
-    Saved runs and models below it are appended to `left_out`.
+    Runs and models below it are appended to `left_out`.
     """
 
     def refuse(error: OSError) -> None:
@@ -312,12 +318,12 @@ def _files_below(
     for parent, folders, names in os.walk(top, onerror=refuse):
         folders[:] = [name for name in folders if name[0] != "." and name not in skip]
         saved = {name for name in names if name.endswith(SAVED)}
-        if _is_run(parent):
+        if (written := _saved_files(parent)) is not None:
             if parent != top:
                 left_out.append(parent)
                 folders.clear()
                 continue
-            saved |= {name for name in (*folders, *names) if RUN_FILES.fullmatch(name)}
+            saved |= {name for name in (*folders, *names) if written.fullmatch(name)}
             folders[:] = [name for name in folders if name not in saved]
         left_out += [os.path.join(parent, name) for name in saved]
         about = DATASET_FILES if _has_dataset(parent) else ()
@@ -327,17 +333,22 @@ def _files_below(
     return sorted(files, key=Path.as_posix)
 
 
-def _is_run(folder: str) -> bool:
-    """Return whether a folder is a run."""
-    has_config = os.path.isfile(os.path.join(folder, RUN[0]))
-    return has_config and any(os.path.isfile(os.path.join(folder, name)) for name in RUN[1])
+def _saved_files(folder: str) -> re.Pattern[str] | None:
+    """Return a pattern of the files of a run or a model for Transformers; None if it is neither."""
+    for (config, others), written in ((RUN, RUN_FILES), (MODEL, MODEL_FILES)):
+        names = (os.path.join(folder, name) for name in others)
+        if os.path.isfile(os.path.join(folder, config)) and any(map(os.path.isfile, names)):
+            return written
+    return None
 
 
-def belongs_to_run(path: str) -> bool:
-    """Return whether a path is a run, or a run has written it or the folder that it is in."""
+def belongs_to_saved(path: str) -> bool:
+    """Return whether a path is a run or a model, or a file in one or in a folder of one."""
     parent, name = os.path.split(path)
-    written = (name, parent), (os.path.basename(parent), os.path.dirname(parent))
-    return _is_run(path) or any(RUN_FILES.fullmatch(file) and _is_run(run) for file, run in written)
+    places = (name, parent), (os.path.basename(parent), os.path.dirname(parent))
+    patterns = [(name, _saved_files(folder)) for name, folder in places]
+    written = any(pattern is not None and pattern.fullmatch(name) for name, pattern in patterns)
+    return written or _saved_files(path) is not None
 
 
 def _has_dataset(folder: str) -> bool:

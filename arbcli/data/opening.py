@@ -186,7 +186,7 @@ def _name(entries: Sequence[str]) -> str:
 
 def _describe(name: str, num_files: int, left_out: Sequence[str]) -> str:
     saved = sum(
-        path.endswith(data_files.SAVED) or os.path.isdir(path) or data_files.belongs_to_run(path)
+        path.endswith(data_files.SAVED) or os.path.isdir(path) or data_files.belongs_to_saved(path)
         for path in set(left_out)
     )
     kinds = {"saved by arb": saved, "binary": len(set(left_out)) - saved}

@@ -274,17 +274,19 @@ RUN_FILES = (
     "config.json", "metrics.jsonl", "tokenizer.json", "trace-000006.json.gz",
     "metrics.jsonl.aside", "step-000000.safetensors", "hugging_face/config.json",
 )  # fmt: skip
+EXPORTED = "config.json", "model.safetensors", "README.md", "modeling_arb.py", "merges.txt"
 
 
+@pytest.mark.parametrize("names", [RUN_FILES, EXPORTED], ids=["run", "export"])
 @pytest.mark.parametrize("run", ["", "run"])
 @pytest.mark.parametrize("entry", ["", "/*", "/**/*"])
-def test_text_stays_the_same_when_a_run_lies_in_its_folder(entry, run, tmp_path):
-    """A run whose own files became text could not be resumed."""
+def test_text_stays_the_same_when_a_run_lies_in_its_folder(entry, run, names, tmp_path):
+    """A run could not be resumed if its own files or exports became text."""
     for name in ("a.txt", "deep/b.json"):
         write(tmp_path / name, b"words " * 50)
     settings = {"val": None, "seed": 0, "context": 8}
     before = open_texts([f"{tmp_path}{entry}"], **settings)
-    for name in RUN_FILES:
+    for name in names:
         write(tmp_path / run / name, b"saved " * 50)
     after = open_texts([f"{tmp_path}{entry}"], **settings)
     assert after.train.files == before.train.files

@@ -281,8 +281,7 @@ def test_run_of_shards_is_trained_resumed_and_evaluated(tokenizer, tmp_path):
     data = {"data": (str(tmp_path / "train.bin"),), "val": (str(tmp_path / "val.bin"),)}
     about = TINY | data | {"steps": 2, "backend": "torch", "data_format": "tokens16"}
     arbcli.train(arbcli.configure(**about, tokenizer=tokenizer.name), out=tmp_path / "run")
-    facts = read_facts(tmp_path / "run")
-    assert facts["text"]["train_bytes"] == len(PLAIN_TEXT)
+    assert read_facts(tmp_path / "run")["text"]["train_bytes"] == len(PLAIN_TEXT)
     assert arbcli.resume(tmp_path / "run", steps=3).steps == 3
     model = arbcli.load(tmp_path / "run", device="cpu")
     (tmp_path / "a.txt").write_bytes(PLAIN_TEXT)
