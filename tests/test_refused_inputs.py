@@ -109,6 +109,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "compressed sound": (
         lambda _: plain_file(text("a", "a.wav.gz"), Conversion()),
         "`a.wav.gz` is a compressed sound or picture"),
+    "name of no file": (
+        lambda _: plain_file(text('{"a": [{"sound": "\\u0000.wav"}]}', "a.jsonl"),
+                             Conversion(field="a")),
+        "embedded null byte"),
     "large tokenizer": (
         smaller(tokens, "MAX_FILE_BYTES", 3, lambda: tokens.Tokenizer.read(text("four"))),
         "`a.txt` has more than 3 bytes"),

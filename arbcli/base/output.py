@@ -70,9 +70,7 @@ def _clean(shown: RenderableType) -> RenderableType:
         return printable(shown)
     if isinstance(shown, Text) and printable(shown.plain) != shown.plain:
         return Text(printable(shown.plain), style=shown.style)
-    if isinstance(shown, Group):
-        return Group(*map(_clean, shown.renderables))
-    return shown
+    return Group(*map(_clean, shown.renderables)) if isinstance(shown, Group) else shown
 
 
 class _Stream:

@@ -36,12 +36,24 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         ArbError: it is missing, unreadable, or not regular.
     """
     try:
-        with open(path, "rb", opener=open_nonblocking) as file:
+        with opened(path) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ArbError(f"cannot read `{path}`: it is not a regular file", READ_HINT)
             yield file
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file for reading, without waiting for the other end of a FIFO.
+
+    Raises:
+        OSError: it cannot be opened, or no file can have such a name.
+    """
+    try:
+        return open(path, "rb", opener=open_nonblocking)
+    except ValueError as error:  # a zero byte, or half of a surrogate pair
+        raise OSError(str(error)) from None
 
 
 def unreadable(path: str | Path, error: OSError) -> ArbError:

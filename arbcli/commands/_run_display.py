@@ -258,9 +258,7 @@ def _compile_time(first: "FirstStep") -> str:
     took = f": {first.compile_seconds:.2f} s to"
     if compiled:
         return f"{took} compile {compiled:,} kernels" + (f" and load {loaded:,}" if loaded else "")
-    if loaded:
-        return f"{took} load {loaded:,} kernels that were compiled before"
-    return ""
+    return f"{took} load {loaded:,} kernels that were compiled before" if loaded else ""
 
 
 def fitted(parts: Sequence[str], width: int) -> str:

@@ -169,7 +169,7 @@ def _media_states(path: Path, name: str, field: str) -> Iterator[str]:
     for number, record in _records(path, name, _may_name_media):
         value = record.get(field) if isinstance(record, dict) else None
         for part in value if isinstance(value, list) else ():
-            with suppress(TypeError, OSError):  # which are reported when it is converted
+            with suppress(TypeError, ValueError, OSError):  # reported when it is converted
                 kind, named = _part(part)
                 if kind != "text":
                     status = (path.parent / named).stat()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, counted
 from arbcli.generation.decoder import MAX_LENGTH, MAX_TEXTS, OUT_OF_MEMORY, Decoder
 from arbcli.generation.generation import repetition_period
 from arbcli.generation.sampling import Sampling
@@ -53,7 +53,7 @@ def check_length(length: int, size: int) -> None:
     """
     if length < 1 or size + length > MAX_LENGTH:
         raise ArbError(
-            f"`length` is {length:,} after a prompt of {size:,} bytes",
+            f"`length` is {length:,} after a prompt of {counted(size, 'byte')}",
             f"use at least 1, and at most {MAX_LENGTH:,} with the prompt",
         )
 

@@ -322,6 +322,4 @@ def _gpu(device: torch.device) -> tuple[tuple[int, int], int]:
     """Return capability and multiprocessors of the GPU, of an assumed GPU, or of no GPU."""
     if device.type != "cuda":
         return (0, 0), 1
-    if not torch.cuda.is_available():
-        return ASSUMED_GPU
-    return gpu_of(device)
+    return gpu_of(device) if torch.cuda.is_available() else ASSUMED_GPU

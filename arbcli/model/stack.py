@@ -321,6 +321,4 @@ def pass_one(
 ) -> Tensor:
     """Run one position of each text, (B, 1, D), through a stack; the caller counts it."""
     with track.clock.reading_uncounted():
-        if fused:
-            return stack.step(x, track, reading)
-        return stack(x, reading, track).total()
+        return stack.step(x, track, reading) if fused else stack(x, reading, track).total()

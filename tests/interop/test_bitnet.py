@@ -40,8 +40,7 @@ def write_folder(transformers, folder, mode: str, **changes) -> dict[str, tuple]
     """Write a BitNet of a mode; return the trits and the scale of each matrix."""
     from transformers.integrations.bitnet import pack_weights
 
-    model = random_model(transformers, "BitNet", **BITNET | changes)
-    model.save_pretrained(folder)
+    random_model(transformers, "BitNet", **BITNET | changes).save_pretrained(folder)
     weights, wanted = load_file(folder / "model.safetensors"), {}
     for name in [name for name in weights if name.endswith("_proj.weight")]:
         scale = 1.0 / weights[name].abs().mean().clamp_(min=1e-5)

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from arbcli.base.reading import opened
+
 HEADER_BYTES = 2**24
 """Maximum number of bytes that are read to determine a file's content."""
 MIN_READ = 64
@@ -25,7 +27,7 @@ class BoundedFile:
     """
 
     def __init__(self, path: Path, limit: int) -> None:
-        self._file, self._left, self._allowed = path.open("rb"), limit, limit
+        self._file, self._left, self._allowed = opened(path), limit, limit
         self._size = os.fstat(self._file.fileno()).st_size
         self.cut_by = ""
         """Reason why the file ended early; empty if no read exceeded the bound."""
