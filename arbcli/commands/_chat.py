@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from arbcli.base.errors import ArbError
-from arbcli.base.output import TextWriter, fail, note, read_line
+from arbcli.base.output import OutputError, TextWriter, fail, note, read_line
 from arbcli.base.signals import Interrupted, RaisedSignal
 
 if TYPE_CHECKING:
@@ -100,6 +100,10 @@ def chat(
                     writer.write(part)
         except Interrupted as stopped:
             _raise_unless_sigint(stopped)
+        except OutputError:
+            raise
+        except ArbError as error:  # such as exhausted memory
+            fail(str(error), error.hint)
         note("")
         text.append_answer(bytes(output))
         sampling = dataclasses.replace(sampling, seed=(sampling.seed + 1) % 2**31)

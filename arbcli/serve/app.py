@@ -308,7 +308,9 @@ async def _request_error(_: Request, error: RequestError) -> Response:
 
 
 async def _http_error(_: Request, error: HTTPException) -> Response:
-    return _answer(RequestError(error.detail, error.status_code))
+    answer = _answer(RequestError(error.detail, error.status_code))
+    answer.headers.update(error.headers or {})  # the methods of a path
+    return answer
 
 
 async def _damaged_runs(_: Request, error: ArbError) -> Response:

@@ -67,7 +67,9 @@ def _bounded(minimum: int, maximum: int) -> Field:
 
 def _fits_stop(stop: str | list[str]) -> bool:
     stops = [stop] if isinstance(stop, str) else stop
-    return len(stops) <= MAX_STOPS and all(0 < len(text) <= MAX_STOP for text in stops)
+    # a text never has half of a surrogate pair, which is no character
+    valid = all(text == text.encode(errors="replace").decode() for text in stops)
+    return valid and len(stops) <= MAX_STOPS and all(0 < len(text) <= MAX_STOP for text in stops)
 
 
 TEXT_FORMAT = {"type": "text"}
@@ -296,7 +298,7 @@ def _text(
             seed=fields.get("seed", secrets.randbits(31)) % 2**31,
         ),
         stream=stream,
-        stops=tuple(text.encode(errors="replace") for text in stops),
+        stops=tuple(text.encode() for text in stops),
         ends=frozenset(ends),
         logprobs=logprobs,
         echo=fields.get("echo", False),

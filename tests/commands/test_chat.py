@@ -77,11 +77,11 @@ def test_ctrl_c_stops_the_text_and_not_the_program(model, typed, capfd, monkeypa
 
 def test_refused_message_does_not_end_the_chat(model, typed, capfd):
     conversation = mock.Mock(ends=())
-    conversation.ask.side_effect = ArbError("it is bad", "rephrase it"), b"abc"
-    typed("bad", "abc")
+    conversation.ask.side_effect = ArbError("it is bad", "rephrase it"), b"", b"abc"
+    typed("bad", "a template may write nothing", "abc")
     _chat.chat(model, 5, Sampling(), "torch", None, conversation)
-    assert conversation.append_answer.call_count == 1
-    assert "error: it is bad\nhint: rephrase it\n" in capfd.readouterr().err
+    assert [len(call.args[0]) for call in conversation.append_answer.mock_calls] == [0, 5]
+    assert "bad\nhint: rephrase it\nerror: the prompt is empty\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -313,6 +313,7 @@ def test_malformed_requests_are_refused(client, engine):
         ({"prompt": ["a"] * 65, "n": 2}, 400, "n", None),
         ({"prompt": ["a"] * 128, "max_tokens": 600, "logprobs": 15}, 400, "logprobs", None),
         ({"prompt": "a", "suffixes": 2}, 400, "suffixes", None),
+        ({"prompt": "a", "stop": ["\ud800"]}, 400, "stop", None),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options", None),
         (b" " * (2**22 + 1), 413, None, None),
     ],
@@ -338,6 +339,7 @@ def test_prompt_that_no_tokens_can_hold_is_refused_before_it_is_tokenised(
 
 def test_wrong_ways_are_refused(client):
     assert [client.error(None, path)[0] for path in (*VALID, "/v2")] == [405, 405, 404]
+    assert client.ask("/v1/completions").headers["allow"] == "POST"
     assert client.error({"prompt": "a"}, **{"Content-Type": "text/plain"})[0] == 415
     assert client.ask("/health", Host="elsewhere.example").status_code == 400
     assert client.ask("/health", Host="localhost:1").status_code == 200

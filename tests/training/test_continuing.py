@@ -231,8 +231,7 @@ def test_resumed_run_counts_the_evaluations_before_and_takes_no_more_steps(
     assert (back.has_ended, back.resumes_at) == (False, 3)
     for back in (3, 4):  # in the middle, and once the run has stopped
         to_come = iter(LOSSES[back:])
-        report = resume_run(run / f"step-{back:06d}.safetensors", Observer())
-        assert report.steps == 4
+        assert resume_run(run / f"step-{back:06d}.safetensors", Observer()).steps == 4
         assert [record["val_loss"] for record in read_records(run)] == LOSSES[:4]
 
 
