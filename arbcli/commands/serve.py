@@ -54,6 +54,8 @@ def serve(
     """
     if api_key == "":  # of which a client can give none
         raise ArbError("`--api-key` is empty", "give a key, or leave it out")
+    if api_key and not (api_key.isprintable() and api_key == api_key.strip()):
+        raise ArbError("`--api-key` cannot be sent in a header", "remove spaces and line ends")
     if watch is None or run or checkpoint:
         checkpoint = opt.find_run(opt.one_path(run, checkpoint), loads=True)
     if watch is not None and not watch.is_dir():
