@@ -89,10 +89,10 @@ def test_no_step_outside_a_graph_sets_a_condition(monkeypatch):
     lm, texts, handles = model("chunks"), [], []
     step_down = Stage.step_down
 
-    def noted(self, x, ids, reading, past, *, fused):
+    def noted(self, x, ids, inputs, past, *, fused):
         if not Graph.recording:
             handles.append(int(past.handle))
-        step_down(self, x, ids, reading, past, fused=fused)
+        step_down(self, x, ids, inputs, past, fused=fused)
 
     monkeypatch.setattr(Stage, "step_down", noted)
     with lm.prepared_weights(), recorded_graphs():

@@ -342,7 +342,7 @@ class Decoder:
 
         check_ahead(model.config, ahead)
         with use_backend(self.backend):
-            if model.cache_format.stored:
+            if model.cache_format.code_dtype:
                 raise ArbError(
                     f"`--ahead` does not work with a cache in {model.cache_dtype}",
                     "leave `--kv` or `--ahead` out",

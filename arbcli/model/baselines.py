@@ -295,8 +295,8 @@ class FloatRotaryNorm(FloatRotaryAngles):
         return q, k, v
 
 
-class FloatTurnedHeads(FloatRotaryAngles):
-    """Normalise, scale and rotate queries and keys: see `turned_heads`."""
+class FloatRotaryQKV(FloatRotaryAngles):
+    """Normalise, scale and rotate queries and keys: see `rotary_qkv`."""
 
     def forward(  # type: ignore[override]
         self,

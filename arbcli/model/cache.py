@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arbcli.base.errors import ArbError
-from arbcli.kernels.attention.decode_attention import Kept
+from arbcli.kernels.attention.decode_attention import SpeculativeRings
 from arbcli.model.decoding import forward_with_cache
 from arbcli.model.state import StateSpec, Track
 
@@ -78,10 +78,10 @@ class Cache:
         """Memory of the states in bytes."""
         return sum(track.nbytes for track in self.tracks)
 
-    def kept(self, positions: int) -> list[Kept]:
+    def speculative_rings(self, positions: int) -> list[SpeculativeRings]:
         """Return the rings, each with the keys and values that a `check` of `positions` leaves."""
         states = (state for state in self.main.blocks if state)
-        return [part for state in states for part in state.kept(positions)]
+        return [part for state in states for part in state.speculative_rings(positions)]
 
     @property
     def position(self) -> Tensor:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from arbcli.kernels.matmul.swizzled import fits_prepacked
-from arbcli.model.parts.base import BlockInputs, BlockOutput, each_text, fits_vectors
-from arbcli.model.stack import pass_one
+from arbcli.model.parts.base import BlockInputs, BlockOutput, fits_vectors, map_texts
+from arbcli.model.stack import run_position
 
 if TYPE_CHECKING:
     from arbcli.model.cache import Cache
@@ -22,9 +22,9 @@ def forward_with_cache(model: "LanguageModel", ids: Tensor, cache: "Cache") -> T
         assert logits is not None  # the last phase returns them
         return logits
     with cache.reading(ids) as text:
-        x, reading = _embed(model, text, ids.shape[1])
+        x, inputs = _embed(model, text, ids.shape[1])
         fused = not model.stages and fuses(model, x)
-        return _logits(model, model.run_stages(0, x, ids, reading, cache, fused=fused), fused=fused)
+        return _logits(model, model.run_stages(0, x, ids, inputs, cache, fused=fused), fused=fused)
 
 
 class Phase(NamedTuple):
@@ -54,26 +54,26 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Pha
     last = len(model.stages)
     if not last:
         return [Phase(0, lambda: model(ids, cache))]
-    reading, is_fused = BlockInputs(), False
+    inputs, is_fused = BlockInputs(), False
 
     def descend(index: int) -> None:
-        nonlocal reading, is_fused
+        nonlocal inputs, is_fused
         if index == 0:
             with cache.reading(ids) as text:
-                x, reading = _embed(model, text, 1)
+                x, inputs = _embed(model, text, 1)
             is_fused = fuses(model, x)
         else:
             x = model.stages[index - 1].step_inward(cache.stages[index - 1], fused=is_fused)
-        model.stages[index].step_down(x, ids, reading, cache.stages[index], fused=is_fused)
+        model.stages[index].step_down(x, ids, inputs, cache.stages[index], fused=is_fused)
 
     def main() -> None:
         stage, past = model.stages[last - 1], cache.stages[last - 1]
         x = stage.step_inward(past, fused=is_fused)
-        x = pass_one(model.blocks, x, cache.main, reading, fused=is_fused)
+        x = run_position(model.blocks, x, cache.main, inputs, fused=is_fused)
         stage.step_outward(x, past, cache.main.position, fused=is_fused)
 
     def ascend(index: int) -> Tensor | None:
-        x = model.stages[index].step_up(reading, cache.stages[index], fused=is_fused)
+        x = model.stages[index].step_up(inputs, cache.stages[index], fused=is_fused)
         if index:  # stages count their own positions
             before = cache.stages[index - 1]
             return model.stages[index - 1].step_outward(x, before, None, fused=is_fused)
@@ -90,10 +90,10 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Pha
 def _embed(model: "LanguageModel", text: Tensor, length: int) -> tuple[Tensor, BlockInputs]:
     """Embed while decoding, each text separately; also return the additional inputs."""
     if model.config.beside:
-        x = each_text(lambda row: model.embed(row, length), text)
+        x = map_texts(lambda row: model.embed(row, length), text)
     else:
         x = model.embed(text, length)
-    return x, model.reading(text, length)
+    return x, model.block_inputs(text, length)
 
 
 def _logits(model: "LanguageModel", hidden: BlockOutput, *, fused: bool) -> Tensor:
@@ -102,7 +102,7 @@ def _logits(model: "LanguageModel", hidden: BlockOutput, *, fused: bool) -> Tens
         return fused_logits(model, hidden.x)
     if len(hidden.x) == 1:
         return model.logits(hidden)
-    return each_text(lambda row: model.logits(BlockOutput(row)), hidden.total())
+    return map_texts(lambda row: model.logits(BlockOutput(row)), hidden.total())
 
 
 def fuses(model: "LanguageModel", x: Tensor) -> bool:
@@ -122,10 +122,10 @@ def fuses(model: "LanguageModel", x: Tensor) -> bool:
 def fused_logits(model: "LanguageModel", x: Tensor) -> Tensor:
     """Compute logits of one position of each text, (B, 1, D) to (B, 1, V), by fused kernels."""
     if model.config.composite:
-        return each_text(lambda row: model.logits(BlockOutput(row)), x)
+        return map_texts(lambda row: model.logits(BlockOutput(row)), x)
     if model.config.head:
         if model.byte_mlp.steps_fused:
             x = model.byte_mlp.step(x, None, x)
         else:
-            x = each_text(lambda row: model.byte_mlp(row, model.byte_norm).total(), x)
+            x = map_texts(lambda row: model.byte_mlp(row, model.byte_norm).total(), x)
     return model.head.fused(x, normalise=True)

@@ -269,7 +269,7 @@ class LanguageModel(PackedModel):
                 x = x + part(text, length, self.compute_dtype)
         return x
 
-    def reading(self, text: Tensor, length: int) -> BlockInputs:
+    def block_inputs(self, text: Tensor, length: int) -> BlockInputs:
         """Return the inputs of the last T symbols other than the stream, from (B, history + T)."""
         if not self.config.reads_text:
             return BlockInputs()
@@ -280,20 +280,20 @@ class LanguageModel(PackedModel):
     ) -> BlockOutput:
         """Compute the stream before the head."""
         length = ids.shape[1]
-        x, reading = self.embed(ids, length), self.reading(ids, length)
+        x, inputs = self.embed(ids, length), self.block_inputs(ids, length)
         if documents is not None:
-            reading = reading._replace(documents=Documents.from_numbers(documents))
+            inputs = inputs._replace(documents=Documents.from_numbers(documents))
         if dropout is not None:
-            reading = reading._replace(dropout=dropout)
+            inputs = inputs._replace(dropout=dropout)
             x = dropout.drop_embedding(x)
-        return self.run_stages(0, x, ids, reading)
+        return self.run_stages(0, x, ids, inputs)
 
     def run_stages(
         self,
         index: int,
         x: Tensor,
         ids: Tensor,
-        reading: BlockInputs,
+        inputs: BlockInputs,
         cache: "Cache | None" = None,
         *,
         fused: bool = False,
@@ -304,44 +304,44 @@ class LanguageModel(PackedModel):
             index: index of the stage, outermost first.
             x: the stream, (B, T, D).
             ids: (B, bytes) int64.
-            reading: additional inputs.
+            inputs: additional inputs.
             cache: states of the texts, which the positions continue; None for complete windows.
             fused: see `run_innermost`.
         """
         if index == len(self.stages):
             if cache is None:
-                return self.run_innermost(x, reading)
+                return self.run_innermost(x, inputs)
             with cache.main.clock.reading(x.shape[1]):
-                return self.run_innermost(x, reading, cache.main, fused=fused)
+                return self.run_innermost(x, inputs, cache.main, fused=fused)
 
         def inner(x: Tensor, inside: BlockInputs) -> BlockOutput:
             return self.run_stages(index + 1, x, ids, inside, cache)
 
         if cache is None:
-            return self.stages[index](x, ids, reading, inner, recompute=self.recompute)
-        return self.stages[index].follow(x, ids, reading, cache.stages[index], inner)
+            return self.stages[index](x, ids, inputs, inner, recompute=self.recompute)
+        return self.stages[index].follow(x, ids, inputs, cache.stages[index], inner)
 
     def run_innermost(
-        self, x: Tensor, reading: BlockInputs, track: "Track | None" = None, *, fused: bool = False
+        self, x: Tensor, inputs: BlockInputs, track: "Track | None" = None, *, fused: bool = False
     ) -> BlockOutput:
         """Run the stream through the innermost stage.
 
         Args:
             x: the stream, (B, T, D).
-            reading: additional inputs.
+            inputs: additional inputs.
             track: decoding states; None for complete windows.
             fused: whether to use the fused kernels for one position of each text.
         """
 
         def run(x: Tensor, span: slice) -> BlockOutput:
             if track is not None and fused:
-                return BlockOutput(self.blocks.step(x, track, reading, span))
-            return self.blocks(x, reading, track, recompute=self.recompute, span=span)
+                return BlockOutput(self.blocks.step(x, track, inputs, span))
+            return self.blocks(x, inputs, track, recompute=self.recompute, span=span)
 
         if not self._between:
             return run(x, slice(None))
         (between,) = self._between
-        return between(run, x, reading, batched=bool(track and track.text_views))
+        return between(run, x, inputs, batched=bool(track and track.text_views))
 
     def logits(self, hidden: BlockOutput) -> Tensor:
         """Compute logits, (B, T, V) in `compute_dtype`, from the stream before the final norm."""

@@ -155,9 +155,9 @@ class PackedModel(nn.Module):
                 "`--kv bf16` needs activations in bf16, and they are float32",
                 "leave `--kv` out, or add `--compute bf16`",
             )
-        chosen, previous = CacheFormat.named(kv), self.cache_format
+        chosen, previous = CacheFormat.parse(kv), self.cache_format
         attentions = [part for part in self.modules() if isinstance(part, CachedAttention)]
-        if chosen.stored and not attentions:
+        if chosen.code_dtype and not attentions:
             raise ArbError("this model has no keys and values", "leave `--kv` out")
         if chosen.queries and not all(part.rounds_queries for part in attentions):
             raise ArbError(

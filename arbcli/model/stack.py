@@ -23,21 +23,21 @@ from arbcli.model.parts.base import (
     Losses,
     Part,
     build_part,
-    each_text,
-    merge,
-    rows_of,
+    map_texts,
+    merge_losses,
+    split_texts,
 )
 
 if TYPE_CHECKING:
     from arbcli.families.streams.hyper_connection import HyperConnection
     from arbcli.model.state import PositionCounter, State, StateSpec, Track
 
-recomputed = partial(
+checkpointed = partial(
     checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none",
     context_fn=recompute_contexts,
 )  # fmt: skip
-"""Activation checkpointing of a block, whose random masks depend on keys, not on a generator, and
-whose shape is fixed."""
+"""Activation checkpointing of a block; its random masks depend on keys, not on a generator, and its
+shapes are fixed."""
 
 
 class Branch(NamedTuple):
@@ -99,7 +99,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         added: Tensor | None = None,
-        reading: BlockInputs | None = None,
+        inputs: BlockInputs | None = None,
         state: "State | None" = None,
         *,
         add_residual: bool = True,
@@ -109,25 +109,25 @@ class Block(nn.Module):
         Args:
             x: the stream, (B, T, D), or (B, T, n, D).
             added: pending addition to the stream.
-            reading: additional inputs, with the dropout of this block alone.
+            inputs: additional inputs, with the dropout of this block alone.
             state: decoding state, to which the positions are added; B is 1.
-            add_residual: whether to add the output of the last part; else it stays pending, and is
-                fused into the next norm.
+            add_residual: whether to add the output of the last part; otherwise it stays pending, to
+                be fused into the next norm.
         """
         losses: list[Losses] = []
-        drops = reading.dropout if reading else None
+        dropout = inputs.dropout if inputs else None
 
         def apply(number: int, x: Tensor, added: Tensor | None = None) -> BlockOutput:
-            branch, inputs = self.branches[number], reading
-            if reading and drops:
-                inputs = reading._replace(dropout=drops.select(number, 1))
-            output = branch.part(x, branch.norm, added, inputs, state)
+            branch, branch_inputs = self.branches[number], inputs
+            if inputs and dropout:
+                branch_inputs = inputs._replace(dropout=dropout.select(number, 1))
+            output = branch.part(x, branch.norm, added, branch_inputs, state)
             losses.append(output.losses)
             if self.contribution != 1:
                 output = output._replace(added=self.contribution * output.added)
-            if drops is None:
+            if dropout is None:
                 return output
-            return output._replace(added=drops.drop(number, output.added))
+            return output._replace(added=dropout.drop(number, output.added))
 
         for number, branch in enumerate(self.branches):
             if branch.connection is None:
@@ -137,37 +137,37 @@ class Block(nn.Module):
         if (add_residual or self.bound is not None) and added is not None:
             x, added = x + added, None
         return BlockOutput(
-            x if self.bound is None else bounded(x, self.bound), added, merge(*losses)
+            x if self.bound is None else clamp_rms(x, self.bound), added, merge_losses(*losses)
         )
 
-    def step(self, x: Tensor, state: "State | None", reading: BlockInputs | None = None) -> Tensor:
-        """Run the block for positions of a text, or one of each text, by fused kernels if any.
+    def step(self, x: Tensor, state: "State | None", inputs: BlockInputs | None = None) -> Tensor:
+        """Run the block for positions of a text, or one of each text, by fused kernels if possible.
 
         Args:
             x: the stream, (1, T, D) or (B, 1, D), or with n streams (B, 1, n, D).
             state: decoding state of the text or of the batch.
-            reading: additional inputs.
+            inputs: additional inputs.
 
         Returns:
             The stream, of the shape of x.
         """
-        read = reading or BlockInputs()
+        inputs = inputs or BlockInputs()
 
         def apply(branch: Branch, residual: Tensor | None, x: Tensor) -> Tensor:
             part, norm, _ = branch
-            fits = x.shape[1] == 1 or part.steps_along
+            fits = x.shape[1] == 1 or part.steps_positions
             if fits and part.steps_fused and getattr(state, "fuses", True):
                 return part.step(x, state, residual)
             if len(x) == 1:
-                added = part(x, norm, None, reading, state).added
+                added = part(x, norm, None, inputs, state).added
             elif part.steps_texts:
-                added = part.step_texts(x, norm, read)
+                added = part.step_texts(x, norm, inputs)
             else:
                 rows = [
                     part(
-                        row, norm, None, read.select_text(text), state and state.text_views[text]
+                        row, norm, None, inputs.select_text(text), state and state.text_views[text]
                     ).added
-                    for text, row in enumerate(rows_of(x))
+                    for text, row in enumerate(split_texts(x))
                 ]
                 added = torch.cat(rows)
             return added if residual is None else residual + added
@@ -189,7 +189,7 @@ class Block(nn.Module):
         return [layer for layers in part_layers for layer in layers] if all(part_layers) else None
 
 
-def bounded(x: Tensor, limit: float) -> Tensor:
+def clamp_rms(x: Tensor, limit: float) -> Tensor:
     """Scale down vectors (..., D) whose RMS exceeds `limit`, in float32."""
     inverse = torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + NORM_EPS)
     return (x * (limit * inverse).clamp(max=1)).to(x.dtype)
@@ -242,7 +242,7 @@ class Stack(nn.ModuleList):
     def forward(
         self,
         x: Tensor,
-        reading: BlockInputs | None = None,
+        inputs: BlockInputs | None = None,
         track: "Track | None" = None,
         *,
         recompute: bool = False,
@@ -252,9 +252,9 @@ class Stack(nn.ModuleList):
 
         Args:
             x: the stream.
-            reading: additional inputs.
+            inputs: additional inputs.
             track: decoding states, within `clock.reading`. In a batch of texts x has one position
-                of each, which are computed one text after another.
+                of each, and texts are computed one after another.
             recompute: whether to use activation checkpointing.
             span: slice of blocks to run.
 
@@ -262,10 +262,10 @@ class Stack(nn.ModuleList):
             The stream, (B, T, D), with a pending addition.
         """
         if track and track.text_views:
-            texts = enumerate(zip(rows_of(x), track.text_views, strict=True))
-            read = reading or BlockInputs()
+            texts = enumerate(zip(split_texts(x), track.text_views, strict=True))
+            inputs = inputs or BlockInputs()
             rows = [
-                self(row, read.select_text(text), view, span=span) for text, (row, view) in texts
+                self(row, inputs.select_text(text), view, span=span) for text, (row, view) in texts
             ]
             return BlockOutput(torch.cat([output.total() for output in rows]))
         if self.streams > 1:
@@ -275,29 +275,29 @@ class Stack(nn.ModuleList):
         added: Tensor | None = None
         losses: list[Losses] = []
         states = track.blocks[span] if track else None
-        drops, firsts = reading.dropout if reading else None, self._firsts[span]
+        dropout, firsts = inputs.dropout if inputs else None, self._firsts[span]
         for index, block in enumerate([*self][span]):
-            if reading and drops:
-                drops_here = drops.select(self.first_branch + firsts[index], len(block.branches))
-                reading = reading._replace(dropout=drops_here)
+            if inputs and dropout:
+                first = self.first_branch + firsts[index]
+                inputs = inputs._replace(dropout=dropout.select(first, len(block.branches)))
             if recompute and torch.is_grad_enabled():
-                output = recomputed(block, x, None, reading)
+                output = checkpointed(block, x, None, inputs)
             else:
                 # hooks expect the complete stream, and compiled blocks fuse the addition themselves
                 add_residual = self.is_baseline or is_compiled(block) or bool(block._forward_hooks)
                 state = states[index] if states else None
-                output = block(x, added, reading, state, add_residual=add_residual)
+                output = block(x, added, inputs, state, add_residual=add_residual)
             x, added = output.x, output.added
             losses.append(output.losses)
         if self.streams > 1:
             x = import_module(RESIDUAL).average_streams(x)
-        return BlockOutput(x, added, merge(*losses))
+        return BlockOutput(x, added, merge_losses(*losses))
 
     def step(
         self,
         x: Tensor,
         track: "Track",
-        reading: BlockInputs | None = None,
+        inputs: BlockInputs | None = None,
         span: slice = slice(None),
     ) -> Tensor:
         """Run positions of a text, or one of each text, through the blocks: see `Block.step`."""
@@ -305,8 +305,8 @@ class Stack(nn.ModuleList):
         if residual:
             x = residual.spread_streams(x, self.streams)
         for block, state in zip([*self][span], track.blocks[span], strict=True):
-            x = block.step(x, state, reading)
-        return each_text(residual.average_streams, x) if residual else x
+            x = block.step(x, state, inputs)
+        return map_texts(residual.average_streams, x) if residual else x
 
     def new_track(self, ctx: int, texts: "StateSpec") -> "Track":
         """Create the decoding states of a text, or of a batch of texts: see `PositionCounter`."""
@@ -316,9 +316,9 @@ class Stack(nn.ModuleList):
         return Track(clock, [block.new_state(clock) for block in self])
 
 
-def pass_one(
-    stack: Stack, x: Tensor, track: "Track", reading: BlockInputs, *, fused: bool
+def run_position(
+    stack: Stack, x: Tensor, track: "Track", inputs: BlockInputs, *, fused: bool
 ) -> Tensor:
-    """Run one position of each text, (B, 1, D), through a stack; the caller counts it."""
+    """Run one position of each text, (B, 1, D), through a stack; the caller counts positions."""
     with track.clock.reading_uncounted():
-        return stack.step(x, track, reading) if fused else stack(x, reading, track).total()
+        return stack.step(x, track, inputs) if fused else stack(x, inputs, track).total()

@@ -1,4 +1,4 @@
-"""Decoding states: position counters, and the tensors that parts keep of a text.
+"""Decoding states: position counters, and the tensors that parts keep for a text.
 
 Each part declares a state of fixed-shape tensors that only it accesses. A state belongs to a
 counter of the positions that a stack of blocks has read. The encoder, the decoder and the inner
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention import eight_bits
-from arbcli.kernels.attention.decode_attention import Kept, count_on_
-from arbcli.model.parts.base import rows_of
+from arbcli.kernels.attention.decode_attention import SpeculativeRings, count_on_
+from arbcli.model.parts.base import split_texts
 from arbcli.model.parts.cached import CacheFormat
 
 
@@ -42,28 +42,27 @@ class PositionCounter:
 
     Args:
         ctx: length of a training window in positions.
-        of: sizes and dtypes of the states.
+        spec: sizes and dtypes of the states.
     """
 
-    def __init__(self, ctx: int, of: StateSpec) -> None:
-        self.ctx, self.of = ctx, of
-        self.positions, self.dtype, self.device, self.texts, self.cache_format, self.first = of
+    def __init__(self, ctx: int, spec: StateSpec) -> None:
+        self.ctx, self.spec = ctx, spec
+        self.positions, self.dtype, self.device, self.texts, self.cache_format, self.first = spec
         self.position = self.zeros(dtype=torch.int32)
         """Number of positions read, an int32 scalar tensor; (B,) for a batch of texts."""
         self.active = None if self.texts is None else self.zeros(dtype=torch.int32)
         """Mask of the texts of a batch that a step continues, (B,) int32, 1 or 0; None for all."""
         self.window = self.positions
         """Maximum number of positions that can be read at once."""
-        self.checks = False
+        self.is_speculative = False
         """Whether the positions being read are speculative, so that some may be rejected."""
         self.length, self.start = 0, 0
-        """While positions are read: their number, and the first one's index if there are several.
-        """
+        """Number of positions being read, and the index of the first one if there are several."""
         self._semaphores: dict[int, Tensor] = {}
-        self._here: dict[Any, Any] = {}
+        self._shared: dict[Any, Any] = {}
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Create a tensor of a state, with a batch dimension in front if there is a batch.
+        """Create a tensor of a state, with a leading batch dimension for a batch of texts.
 
         Args:
             shape: shape for one text.
@@ -77,22 +76,22 @@ class PositionCounter:
         self.window = min(self.window, window)
 
     def semaphores(self, heads: int) -> Tensor:
-        """Return the semaphores of kernels, (heads,) int32 zeros between launches.
+        """Return the semaphores of kernels, (heads,) int32, which states share.
 
-        States share them.
+        They are zeros between launches.
         """
         if heads not in self._semaphores:
             self._semaphores[heads] = self.zeros(heads, dtype=torch.int32)
         return self._semaphores[heads]
 
-    def here(self, key: Any, make: Callable[[], Any]) -> Any:
+    def shared(self, key: Any, create: Callable[[], Any]) -> Any:
         """Return the object of a key that states share while positions are read.
 
-        It is created by `make` at first use, and discarded after these positions.
+        `create` makes it on first use; it is discarded after these positions.
         """
-        if key not in self._here:
-            self._here[key] = make()
-        return self._here[key]
+        if key not in self._shared:
+            self._shared[key] = create()
+        return self._shared[key]
 
     @contextmanager
     def reading(self, length: int) -> Iterator[None]:
@@ -110,7 +109,7 @@ class PositionCounter:
         self.count(length)
 
     def count(self, length: int = 1) -> None:
-        """Count `length` positions, or in a batch one position of each active text."""
+        """Advance by `length` positions, or in a batch by one position of each active text."""
         if self.texts is None:
             count_on_(self.position, length)
         elif self.active is not None:
@@ -127,23 +126,23 @@ class PositionCounter:
             yield
         finally:
             for clock in (self, *self.text_views):
-                clock._here.clear()
+                clock._shared.clear()
             for clock in self.text_views:
                 clock.active = None
 
     @contextmanager
-    def checking(self) -> Iterator[None]:
+    def reading_speculatively(self) -> Iterator[None]:
         """Read speculative positions in the block, which are stored and counted once accepted."""
-        self.checks = True
+        self.is_speculative = True
         try:
             yield
         finally:
-            self.checks = False
+            self.is_speculative = False
 
     @property
     def position_ids(self) -> Tensor:
         """Indices of the positions being read, (T,) int32."""
-        return self.here(
+        return self.shared(
             "position_ids", lambda: self.position + torch.arange(self.length, device=self.device)
         )
 
@@ -152,7 +151,7 @@ class PositionCounter:
         """The position counter of each text of a batch, with views of the same positions."""
         clocks = []
         for text in range(self.texts or 0):
-            clock = PositionCounter(self.ctx, self.of._replace(texts=None))
+            clock = PositionCounter(self.ctx, self.spec._replace(texts=None))
             clock.position, clock.window = self.position[text], self.window
             clocks.append(clock)
         return clocks
@@ -162,9 +161,9 @@ class State:
     """The decoding state of a part for a text, or for a batch; subclasses add the tensors."""
 
     stored: ClassVar[tuple[str, ...]] = ()
-    """Names of the tensors of the state: `Tensor`, `Rows`, or None for one that is not needed."""
+    """Names of the attributes with tensors of the state: `Tensor`, `Rows`, or None if unused."""
     views: ClassVar[tuple[str, ...]] = ()
-    """Names of other attributes with a batch dimension in front, whose memory is shared."""
+    """Names of other attributes with a leading batch dimension, whose memory is shared."""
 
     def __init__(self, clock: PositionCounter) -> None:
         self.clock = clock
@@ -175,12 +174,12 @@ class State:
             if part is not None:
                 yield from part.tensors() if isinstance(part, Rows) else (part,)
 
-    def kept(self, positions: int) -> Iterator[Kept]:
-        """Yield the rings, with the keys and values of speculative positions to store there."""
+    def speculative_rings(self, positions: int) -> Iterator[SpeculativeRings]:
+        """Yield the rings with the keys and values of speculative positions to store in them."""
         yield from ()
 
     def reset(self) -> None:
-        """Begin a new text; slots that are written before they are read need no reset."""
+        """Reset for a new text; slots that are written before they are read stay as they are."""
 
     @cached_property
     def text_views(self) -> list[Self]:
@@ -195,7 +194,7 @@ class State:
             states.append(view)
         return states
 
-    def each_text(self, run: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    def map_texts(self, run: Callable[..., Tensor], *rows: Tensor) -> Tensor:
         """Apply a function to each text of a batch separately.
 
         Args:
@@ -207,14 +206,14 @@ class State:
         """
         if self.clock.texts is None:
             return run(self, *rows)
-        parts = zip(self.text_views, *map(rows_of, rows), strict=True)
+        parts = zip(self.text_views, *map(split_texts, rows), strict=True)
         return torch.cat([run(*inputs) for inputs in parts])
 
 
 class Rows:
-    """Storage of vectors in slots, (n, G, d): in a dtype, or in eight bits with an exponent each.
+    """Storage of vectors in slots, (n, G, d): in a dtype, or as eight-bit codes with exponents.
 
-    A batch of texts has a batch dimension in front.
+    Each vector of codes has an exponent. A batch of texts has a leading batch dimension.
 
     Args:
         clock: position counter of the stack of blocks, which has the storage format.
@@ -238,16 +237,16 @@ class Rows:
         exponents: Tensor | None = None,
     ) -> None:
         self.dtype, self.unrounded = clock.dtype, rotated if clock.cache_format.mixed else 0
-        stored, self.dim = clock.cache_format.stored, int(heads_first)
+        code_dtype, self.dim = clock.cache_format.code_dtype, int(heads_first)
         """`dim` is the dimension of slots, without the batch."""
-        eight = stored is not None and self.unrounded < width
+        quantises = code_dtype is not None and self.unrounded < width
         shape = (heads, slots) if heads_first else (slots, heads)
-        others = width - self.unrounded if eight else width
-        self.codes = clock.zeros(*shape, others, dtype=stored if eight else None)
-        if eight and exponents is None:
+        code_width = width - self.unrounded if quantises else width
+        self.codes = clock.zeros(*shape, code_width, dtype=code_dtype if quantises else None)
+        if quantises and exponents is None:
             exponents = clock.zeros(*shape, dtype=torch.int8)
         self.exponents = exponents
-        self.rotated = clock.zeros(*shape, self.unrounded) if eight and self.unrounded else None
+        self.rotated = clock.zeros(*shape, self.unrounded) if quantises and self.unrounded else None
         """(n, G, rotated), elements that are not quantised."""
 
     def __len__(self) -> int:
@@ -263,7 +262,7 @@ class Rows:
         return view
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that exist."""
+        """Yield the allocated tensors."""
         tensors = self.codes, self.exponents, self.rotated
         yield from (tensor for tensor in tensors if tensor is not None)
 
@@ -271,7 +270,7 @@ class Rows:
         """Store vectors (n, G, d) in slots, (n,) int64; return them as `get` would."""
         rotated = None
         if self.rotated is not None:
-            rotated, rows = eight_bits.part_rotated(rows, self.unrounded)
+            rotated, rows = eight_bits.split_rotated(rows, self.unrounded)
             self.rotated.index_copy_(self.dim, slots, rotated)
         if self.exponents is None:
             self.codes.index_copy_(self.dim, slots, rows)
@@ -280,8 +279,8 @@ class Rows:
         # torch does not support index_copy_ for e4m3
         self.codes.view(torch.int8).index_copy_(self.dim, slots, codes.view(torch.int8))
         self.exponents.index_copy_(self.dim, slots, exponents)
-        others = eight_bits.decode_entries(codes, exponents, rows.dtype)
-        return others if rotated is None else eight_bits.join_rotated(rotated, others)
+        decoded = eight_bits.decode_entries(codes, exponents, rows.dtype)
+        return decoded if rotated is None else eight_bits.join_rotated(rotated, decoded)
 
     def get(self, slots: Tensor | None = None) -> Tensor:
         """Read slots, (n,) int64, as (n, G, d); None reads all, without a copy if possible."""
@@ -289,12 +288,12 @@ class Rows:
         if self.exponents is None:
             return self.codes[index]
         codes = self.codes.view(torch.int8)[index].view(self.codes.dtype)
-        others = eight_bits.decode_entries(codes, self.exponents[index], self.dtype)
-        return (
-            others if self.rotated is None else eight_bits.join_rotated(self.rotated[index], others)
-        )
+        decoded = eight_bits.decode_entries(codes, self.exponents[index], self.dtype)
+        if self.rotated is None:
+            return decoded
+        return eight_bits.join_rotated(self.rotated[index], decoded)
 
-    def rounded(self, rows: Tensor) -> Tensor:
+    def round(self, rows: Tensor) -> Tensor:
         """Round vectors (..., d) to the values that storing them would give."""
         if self.exponents is None:
             return rows
@@ -323,7 +322,7 @@ class Track:
         return sum(tensor.nbytes for state in self.blocks if state for tensor in state.tensors())
 
     def reset(self) -> None:
-        """Begin a new text."""
+        """Reset the states for a new text."""
         self.clock.position.zero_()
         for state in self.blocks:
             if state:
@@ -331,7 +330,7 @@ class Track:
 
     @cached_property
     def text_views(self) -> list["Track"]:
-        """The track of each text of a batch, as views."""
+        """States of each text of a batch, as views."""
         return [
             Track(clock, [state and state.text_views[text] for state in self.blocks])
             for text, clock in enumerate(self.clock.text_views)

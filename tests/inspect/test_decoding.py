@@ -54,7 +54,7 @@ def expected_sizes(config) -> tuple[list[float], list[list[float]], list[tuple[f
         model.blocks[index].attention.register_forward_hook(part)
         model.blocks[index].mlp.register_forward_hook(part)
         attention = model.blocks[index].attention
-        attention.one_gradient = False  # else queries and keys are within the fused attention
+        attention.fused_backward = False  # else queries and keys are within the fused attention
         attention.rotary_norm = partial(rotated, attention.rotary_norm)
     with use_backend("torch"):
         model(ids[None])

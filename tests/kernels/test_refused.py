@@ -17,7 +17,7 @@ from arbcli.families.compressed.kernels.append_position import append_position_
 from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
 from arbcli.families.compressed.verify.append_position import quantise_inputs
 from arbcli.kernels.attention.attend_parts import attend_parts
-from arbcli.kernels.attention.decode_attention import Kept, decode_attention
+from arbcli.kernels.attention.decode_attention import SpeculativeRings, decode_attention
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.int8_matmul import PrepackedInt8, int8_matmul, prepack_int8
 from arbcli.kernels.matmul.prepacked import Prepacked, prepack
@@ -41,7 +41,7 @@ ADAPTED = {
     "prepacked_rows": lambda x, *rest: prepacked_rows(x, Prepacked(*rest[:4]), *rest[4:]),
     "row_matmul": lambda x, *rest: row_matmul(x, Prepacked(*rest[:4]), *rest[4:]),
     "keep_accepted": lambda keys, values, new, *counts: keep_accepted_(
-        table_of([Kept(keys, values, new)]), *counts
+        table_of([SpeculativeRings(keys, values, new)]), *counts
     ),
     "int8_matmul": lambda x, *rest: int8_matmul(x, PrepackedInt8(*rest[:5]), *rest[5:]),
     "weighted_rows_grad": lambda grad_y, weights, tokens, order, bounds, *kind: weighted_rows_grad(

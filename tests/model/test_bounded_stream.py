@@ -11,7 +11,7 @@ from arbcli.config.presets import config_from_dict
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.stack import bounded
+from arbcli.model.stack import clamp_rms
 
 
 def model(streams: int, place: str = "plain", **stream) -> ModelConfig:
@@ -50,9 +50,9 @@ def test_streams_above_a_bound_are_scaled_down_and_others_left_alone():
     x = torch.randn(5, 3, 40, generator=torch.Generator().manual_seed(0))
     x[1] *= 10
     size = x.square().mean(dim=-1, keepdim=True).sqrt()
-    scaled = bounded(x, 2.0)
+    scaled = clamp_rms(x, 2.0)
     assert torch.equal(scaled[0], x[0])
     torch.testing.assert_close(scaled, torch.where(size > 2, 2 * x / size, x))
     still = torch.zeros(2, 8, requires_grad=True)
-    bounded(still, 1.0).sum().backward()
+    clamp_rms(still, 1.0).sum().backward()
     assert torch.equal(still.grad, torch.ones(2, 8))

@@ -149,12 +149,12 @@ def test_product_of_parts_has_the_bits_of_that_of_their_mean(device, monkeypatch
     """Of a full part and one that is not, which is what the ring of a single text is left in."""
     lm = model(device, torch.bfloat16, dim=64, heads=1, layers=1, ctx=220)
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
-    product, attend, combined = one_position(lm, x, 200), KVCache.attend_in_parts, []
+    product, attend, combined = one_position(lm, x, 200), KVCache.attend_split, []
 
     def attend_and_combine(*arguments):
         combined.append(attend(*arguments).combine())
         return combined[-1].view(1, 1, -1)
 
-    monkeypatch.setattr(KVCache, "attend_in_parts", attend_and_combine)
+    monkeypatch.setattr(KVCache, "attend_split", attend_and_combine)
     assert torch.equal(one_position(lm, x, 200), product)
     assert len(combined) == 1

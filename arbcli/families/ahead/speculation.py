@@ -25,18 +25,22 @@ EACH_EQUAL = 0.4
 def can_check(model: LanguageModel) -> bool:
     """Return whether `Checks` supports a model; call it within `prepared_weights`.
 
-    It needs fused steps, a single stage and stream whose parts all have `steps_ahead`, no other
+    It needs fused steps, a single stage and stream whose parts all have `speculates`, no other
     part that reads the text, no holes, and unquantised keys and values.
     """
     main, config = model.config.main, model.config
     others = config.outer, config.beside, config.reads_text, config.composite, config.fills
-    if any((*others, main.memories, main.router)) or main.streams > 1 or model.cache_format.stored:
+    if (
+        any((*others, main.memories, main.router))
+        or main.streams > 1
+        or model.cache_format.code_dtype
+    ):
         return False
     parts = [branch.part for block in model.blocks for branch in block.branches]
     if config.head:
         parts.append(model.byte_mlp)
     x = torch.empty(1, 1, main.dim, dtype=model.compute_dtype, device=model.device)
-    return fuses(model, x) and all(part.steps_ahead and part.steps_fused for part in parts)
+    return fuses(model, x) and all(part.speculates and part.steps_fused for part in parts)
 
 
 class Checks:
@@ -62,7 +66,7 @@ class Checks:
         self.accepted = torch.zeros(2, **integers)
         """(2,) int32: position before the last step, and number of bytes that it generated."""
         self._last = torch.zeros(1, 1, model.config.dim, dtype=model.compute_dtype, device=device)
-        self._table = table_of(cache.kept(size))
+        self._table = table_of(cache.speculative_rings(size))
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +94,7 @@ class Checks:
         """
         position = self._cache.position
         self._propose(text, key, sampling)
-        with self._cache.main.clock.checking():  # the cache does not advance
+        with self._cache.main.clock.reading_speculatively():  # the cache does not advance
             x = self._model.embedding(self._ids, self._model.compute_dtype)
             rows = self._model.blocks.step(x, self._cache.main)
         logits = fused_logits(self._model, rows)  # the bits of single steps

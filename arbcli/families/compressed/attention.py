@@ -314,7 +314,7 @@ class CompressedAttention(CachedAttention):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: BlockInputs | None = None,
+        inputs: BlockInputs | None = None,
         state: CompressedState | None = None,
     ) -> BlockOutput:
         """Attend from each position of (B, T, D): see `Part.forward`.
@@ -323,15 +323,15 @@ class CompressedAttention(CachedAttention):
         """
         projected, x = project(self.projection, x, norm, added)
         batch, length, _ = x.shape
-        q, inputs = self._split_queries(projected)
+        q, kv_inputs = self._split_queries(projected)
         q = q.unflatten(-1, (self.heads, self.width))
         cached = self.cache_format if state is None else state.clock.cache_format
         q = cached.round_queries(q, self.rotated)
         if state is not None:
-            y = state.attend(x, norm, q, *inputs.split(self.kv, dim=-1))
+            y = state.attend(x, norm, q, *kv_inputs.split(self.kv, dim=-1))
             return BlockOutput(x, self.output(y.reshape(batch, length, self.inner), self.sub_norm))
         table = self.table(length, x.device)
-        recent, entries, still = self._compressed(inputs, table)
+        recent, entries, still = self._compressed(kv_inputs, table)
         number = entries.shape[1]
         recent, entries = self.cache_format.round(recent, entries, rotated=self.rotated)
         chosen, index_inputs = None, None
@@ -345,7 +345,7 @@ class CompressedAttention(CachedAttention):
             if selection is None:
                 with torch.no_grad():
                     shares = _attend(q, recent, entries, chosen, sink, *table, sight)[2]
-            valid = reading.valid if reading else None
+            valid = inputs.valid if inputs else None
             if valid is not None:  # groups with empty slots do not count
                 last = self.ratio * torch.arange(2, number + 2, device=x.device) - 2
                 valid = valid[:, last.clamp(max=length - 1)]
@@ -413,7 +413,7 @@ class CompressedAttention(CachedAttention):
         q, w = indexer.queries(x[:, ends], norm, rows_at(table, ends))
         k = indexer.keys(still, rows_at(table, slice(0, number * self.ratio, self.ratio)))
         with torch.no_grad():
-            is_quantised = self.cache_format.stored is not None
+            is_quantised = self.cache_format.code_dtype is not None
             chosen = indexer.choose(q, w, k, 1, self.sight.max_entries, low_precision=is_quantised)
             # bytes before the first complete entry select none
             chosen = functional.pad(chosen, (0, 0, 1, 0), value=-1)

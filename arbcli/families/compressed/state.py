@@ -72,7 +72,7 @@ class CompressedState(State):
             indexer = layer.indexer
             self.index_table = indexer.table(rows, device)
             self.keys = clock.zeros(
-                slots, indexer.width, dtype=E4M3 if clock.cache_format.stored else None
+                slots, indexer.width, dtype=E4M3 if clock.cache_format.code_dtype else None
             )
             self.choice = clock.zeros(max(1, min(indexer.top_k, slots - 1)), dtype=torch.int32) - 1
 
@@ -104,7 +104,7 @@ class CompressedState(State):
         new = layer.place_recent(recent, position_angles)[0]
         last = min(length, ring)
         position_ids = torch.arange(start + length - last, start + length, device=device) % ring
-        stored = self.recent.rounded(new)
+        stored = self.recent.round(new)
         self.recent.put(position_ids, new[-last:])
         recent = torch.cat((before, stored))[None]
 
@@ -127,7 +127,7 @@ class CompressedState(State):
         lowest = max(0, group - self.max_entries)
         slots = len(self.entries)
         old = torch.arange(lowest, num_complete, device=device) % slots
-        entries = torch.cat((self.entries.get(old), self.entries.rounded(rotated)))[None]
+        entries = torch.cat((self.entries.get(old), self.entries.round(rotated)))[None]
         # a window has no more of them than there are slots
         self.entries.put(firsts % slots, rotated)
         sight = Sight(self.window, m, self.max_entries, start - lowest * m)

@@ -36,7 +36,7 @@ from arbcli.model.layers.compiled import Findable, KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.packed import recomputing
 from arbcli.model.packed_model import StepMemory
-from arbcli.model.parts.base import BlockInputs, BlockOutput, Part, each_text
+from arbcli.model.parts.base import BlockInputs, BlockOutput, Part, map_texts
 
 if TYPE_CHECKING:
     from arbcli.model.state import PositionCounter
@@ -279,22 +279,22 @@ class Experts(Part):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: BlockInputs | None = None,
+        inputs: BlockInputs | None = None,
         state: None = None,
     ) -> BlockOutput:
         """Apply the experts to (B, T, D): see `Part.forward`."""
         x = x if added is None else x + added
-        rows, valid = x.flatten(0, 1), reading.valid if reading else None
-        chosen = self.choose_by_hash(reading)
+        rows, valid = x.flatten(0, 1), inputs.valid if inputs else None
+        chosen = self.choose_by_hash(inputs)
         valid = None if valid is None else valid.flatten()
         return BlockOutput(x, self.mix(rows, rows, chosen, norm, valid).view(x.shape))
 
     @torch.no_grad()
-    def step_texts(self, x: Tensor, norm: nn.Module, reading: BlockInputs) -> Tensor:
+    def step_texts(self, x: Tensor, norm: nn.Module, inputs: BlockInputs) -> Tensor:
         """Apply the experts to one position of each text: see `Part.step_texts`."""
         rows = x.flatten(0, 1)
         scores = self.gate.keys.fused(rows, normalise=True).float()
-        chosen, gates = self.gate.weigh(scores, self.choose_by_hash(reading))
+        chosen, gates = self.gate.weigh(scores, self.choose_by_hash(inputs))
         routing = route(chosen, self.gate.experts)
         slots = _norm_row_by_row(norm, rows[routing.tokens])
         slots = self.gate_up.product(slots, routing.bounds, apart=True)
@@ -303,16 +303,16 @@ class Experts(Part):
         y = expert_combine(slots, routing.positions, gates)
         if self.shared:
             shared = self.shared
-            y = y + each_text(lambda row: shared(row, norm), rows)
+            y = y + map_texts(lambda row: shared(row, norm), rows)
         return y.view(x.shape)
 
-    def choose_by_hash(self, reading: BlockInputs | None) -> Tensor | None:
+    def choose_by_hash(self, inputs: BlockInputs | None) -> Tensor | None:
         """Select experts by a hash of the text, (M, k) int64; None if the gate selects."""
         if self.gate.kind != "hash":
             return None
-        if reading is None or reading.grams is None:
+        if inputs is None or inputs.grams is None:
             raise ValueError("experts that are selected by the text need its n-grams")
-        return hashed_experts(reading.grams, self.gate.experts, self.gate.top_k)
+        return hashed_experts(inputs.grams, self.gate.experts, self.gate.top_k)
 
     def mix(
         self,

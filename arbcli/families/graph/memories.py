@@ -21,9 +21,9 @@ from arbcli.model.parts.base import (
     BlockOutput,
     Losses,
     build_part,
-    each_text,
-    merge,
-    rows_of,
+    map_texts,
+    merge_losses,
+    split_texts,
 )
 
 
@@ -57,7 +57,7 @@ class Memories(nn.Module):
         self,
         run: Callable[[Tensor, slice], BlockOutput],
         x: Tensor,
-        reading: BlockInputs,
+        inputs: BlockInputs,
         *,
         batched: bool = False,
     ) -> BlockOutput:
@@ -66,7 +66,7 @@ class Memories(nn.Module):
         Args:
             run: runs the stream (B, T, D) through a slice of the blocks.
             x: the stream.
-            reading: additional inputs.
+            inputs: additional inputs.
             batched: whether x has one position of each text of a batch, (B, 1, D), which are
                 computed separately.
         """
@@ -76,16 +76,16 @@ class Memories(nn.Module):
         else:
             before = run(x, slice(0, self.config.place))
             remember = self._remember_by_text if batched else self._remember
-            x, losses = remember(before.total(), taps, reading)
+            x, losses = remember(before.total(), taps, inputs)
             output = run(x, slice(self.config.place, None))
-            output = output._replace(losses=merge(before.losses, losses, output.losses))
+            output = output._replace(losses=merge_losses(before.losses, losses, output.losses))
         if self.router:
-            route = partial(each_text, self.router) if batched else self.router
+            route = partial(map_texts, self.router) if batched else self.router
             output = BlockOutput(route(output.total(), *taps), None, output.losses)
         return output
 
     def _remember(
-        self, x: Tensor, taps: list[Tensor], reading: BlockInputs
+        self, x: Tensor, taps: list[Tensor], inputs: BlockInputs
     ) -> tuple[Tensor, Losses]:
         """Add the outputs of codebooks and graph to the stream; append the former to `taps`."""
         outputs = [book(x) for book in (self.codebook, self.knowledge) if book]
@@ -97,19 +97,19 @@ class Memories(nn.Module):
         if self.moe_graph is None:
             return x, losses
         first = outputs[0] if self.codebook else None
-        iterated = self.moe_graph(x, self.codebook, first, reading)
+        iterated = self.moe_graph(x, self.codebook, first, inputs)
         # only training needs the cost
         ponder = {"ponder": [iterated.ponder_cost()]} if torch.is_grad_enabled() else {}
         return iterated.x, losses | ponder
 
     def _remember_by_text(
-        self, x: Tensor, taps: list[Tensor], reading: BlockInputs
+        self, x: Tensor, taps: list[Tensor], inputs: BlockInputs
     ) -> tuple[Tensor, Losses]:
         """Run `_remember` for one position of each text of a batch, separately."""
         results = []
-        for text, row in enumerate(rows_of(x)):
+        for text, row in enumerate(split_texts(x)):
             outputs: list[Tensor] = []
-            results.append((self._remember(row, outputs, reading.select_text(text))[0], *outputs))
+            results.append((self._remember(row, outputs, inputs.select_text(text))[0], *outputs))
         x, *books = (torch.cat(parts) for parts in zip(*results, strict=True))
         taps += books
         return x, {}

@@ -103,7 +103,7 @@ class MoEGraph(nn.Module):
         x: Tensor,
         codebook: Codebook | Quantiser | None,
         lookup: Found | None,
-        reading: BlockInputs | None = None,
+        inputs: BlockInputs | None = None,
     ) -> Iterated:
         """Iterate over the stream (B, T, D).
 
@@ -111,12 +111,12 @@ class MoEGraph(nn.Module):
             x: the stream.
             codebook: codebook whose rows are the messages of the graph's edges.
             lookup: result of the codebook for this stream.
-            reading: additional inputs, with the n-grams for hash routing.
+            inputs: additional inputs, with the n-grams for hash routing.
         """
         batch, length, dim = x.shape
         start = stream = x.reshape(-1, dim)
         codes, mixture = None, self.config.experts
-        chosen = self.experts.choose_by_hash(reading) if mixture else None
+        chosen = self.experts.choose_by_hash(inputs) if mixture else None
         if self.config.edges:
             if lookup is None or codebook is None:
                 raise ValueError("a graph of codes needs a codebook and its result")

@@ -20,8 +20,8 @@ from arbcli.kernels.runtime.conditions import has_conditions
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.packed_model import JoinedStatistics
-from arbcli.model.parts.base import BlockInputs, BlockOutput, each_text, merge, project
-from arbcli.model.stack import Stack, pass_one
+from arbcli.model.parts.base import BlockInputs, BlockOutput, map_texts, merge_losses, project
+from arbcli.model.stack import Stack, run_position
 from arbcli.model.state import PositionCounter, State, StateSpec, Track
 
 
@@ -61,7 +61,7 @@ class Stage(nn.Module, JoinedStatistics):
         self,
         x: Tensor,
         ids: Tensor,
-        reading: BlockInputs,
+        inputs: BlockInputs,
         inner: Callable[[Tensor, BlockInputs], BlockOutput],
         *,
         recompute: bool = False,
@@ -71,18 +71,18 @@ class Stage(nn.Module, JoinedStatistics):
         Args:
             x: the stream.
             ids: (B, bytes) int64, the text.
-            reading: additional inputs.
+            inputs: additional inputs.
             inner: the inner network, on chunks.
             recompute: whether to use activation checkpointing.
         """
-        before = self.encoder(x, reading, recompute=recompute)
+        before = self.encoder(x, inputs, recompute=recompute)
         x = unit_rms(before.total())
-        valid = reading.valid
+        valid = inputs.valid
         routed = self._route(x, ids)
         if valid is not None:
             routed = routed._replace(begins=routed.begins & valid)
         chunks = chunking.find_chunks(routed.begins, self.config.capacity(self.index, x.shape[1]))
-        inside = reading.select_positions(chunks.first)
+        inside = inputs.select_positions(chunks.first)
         if inside.position_ids is None:
             raise ValueError("chunks need the ids of their positions")
         numel = torch.full_like(inside.position_ids[0, 0], routed.begins.numel())
@@ -99,8 +99,8 @@ class Stage(nn.Module, JoinedStatistics):
         within = inner(self.inward(chunking.take_chunks(x, chunks)), inside)
         z, _ = project(self.outward, within.x, self.outward_norm, within.added)
         x = chunking.spread(z, routed.p, self.residual(x), chunks)
-        after = self.decoder(x, reading, recompute=recompute)
-        losses = merge(before.losses, within.losses, after.losses)
+        after = self.decoder(x, inputs, recompute=recompute)
+        losses = merge_losses(before.losses, within.losses, after.losses)
         if ratio is not None:
             losses["ratio"] = [sum(losses.get("ratio", ()), ratio)]
         return after._replace(losses=losses)
@@ -141,7 +141,7 @@ class Stage(nn.Module, JoinedStatistics):
         self,
         x: Tensor,
         ids: Tensor,
-        reading: BlockInputs,
+        inputs: BlockInputs,
         past: "StageState",
         inner: Callable[[Tensor, BlockInputs], BlockOutput],
     ) -> BlockOutput:
@@ -150,7 +150,7 @@ class Stage(nn.Module, JoinedStatistics):
         Args:
             x: the stream.
             ids: (1, bytes) int64, the new bytes.
-            reading: additional inputs.
+            inputs: additional inputs.
             past: decoding state, updated in place.
             inner: the inner network, on the chunks that begin.
         """
@@ -158,7 +158,7 @@ class Stage(nn.Module, JoinedStatistics):
         first = clock.position.clone()
         past.decoder.position.copy_(first)
         with clock.reading(x.shape[1]):
-            x = unit_rms(self.encoder(x, reading, past.encoder).total())
+            x = unit_rms(self.encoder(x, inputs, past.encoder).total())
         position_ids = (first + torch.arange(x.shape[1], device=x.device))[None]
         if self.router:
             routed = past.route(x, self.router.query_key(x), position_ids)
@@ -171,13 +171,13 @@ class Stage(nn.Module, JoinedStatistics):
         past.p, past.begins = routed
         if past.begins.any():
             chosen = torch.nonzero(past.begins[0])[:, 0][None]
-            within = inner(self.inward(past.chosen()), reading.select_positions(chosen))
+            within = inner(self.inward(past.chosen()), inputs.select_positions(chosen))
             past.take_in(project(self.outward, within.x, self.outward_norm, within.added)[0])
         with past.decoder.clock.reading(x.shape[1]):
-            return self.decoder(past.spread(), reading, past.decoder)
+            return self.decoder(past.spread(), inputs, past.decoder)
 
     def step_down(
-        self, x: Tensor, ids: Tensor, reading: BlockInputs, past: "StageState", *, fused: bool
+        self, x: Tensor, ids: Tensor, inputs: BlockInputs, past: "StageState", *, fused: bool
     ) -> None:
         """Encode one position, decide whether it begins a chunk, and prepare the decoder input.
 
@@ -186,16 +186,16 @@ class Stage(nn.Module, JoinedStatistics):
         Args:
             x: (B, 1, D), the stream.
             ids: (B, 1) int64, the byte of each text.
-            reading: additional inputs.
+            inputs: additional inputs.
             past: decoding state of this stage, updated in place.
             fused: whether to use fused kernels.
         """
-        x = pass_one(self.encoder, x, past.encoder, reading, fused=fused)
+        x = run_position(self.encoder, x, past.encoder, inputs, fused=fused)
         query_key = self.router.query_key if self.router else None
         if not fused:
             normal = unit_rms(x)
             layers = (query_key, self.residual) if query_key else (self.residual,)
-            rows = torch.cat([each_text(layer, normal) for layer in layers], dim=-1)
+            rows = torch.cat([map_texts(layer, normal) for layer in layers], dim=-1)
         elif query_key:
             rows = query_key.fused(x, normalise=True, also=self.residual, early=False)
         else:
@@ -206,7 +206,7 @@ class Stage(nn.Module, JoinedStatistics):
         """Project a position of each text that begins a chunk to the inner width: (B, 1, D')."""
         if fused:
             return self.inward.fused(past.x, normalise=True)
-        return each_text(self.inward, unit_rms(past.x))
+        return map_texts(self.inward, unit_rms(past.x))
 
     def step_outward(
         self, x: Tensor, past: "StageState", counted: Tensor | None, *, fused: bool
@@ -222,12 +222,12 @@ class Stage(nn.Module, JoinedStatistics):
         if fused:
             z = self.outward.fused(x, normalise=True, early=False)
         else:
-            z = each_text(lambda row: self.outward(row, self.outward_norm), x)
+            z = map_texts(lambda row: self.outward(row, self.outward_norm), x)
         past.take(z, counted)
 
-    def step_up(self, reading: BlockInputs, past: "StageState", *, fused: bool) -> Tensor:
+    def step_up(self, inputs: BlockInputs, past: "StageState", *, fused: bool) -> Tensor:
         """Run the decoder for the position of the last `step_down`: (B, 1, D)."""
-        x = pass_one(self.decoder, past.y, past.decoder, reading, fused=fused)
+        x = run_position(self.decoder, past.y, past.decoder, inputs, fused=fused)
         # a mark reads the count; for a single text the next step sets it
         if past.encoder.text_views:
             past.decoder.clock.count()

@@ -57,7 +57,7 @@ class LatentAttention(CachedAttention):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: BlockInputs | None = None,
+        inputs: BlockInputs | None = None,
         state: "LatentRing | None" = None,
     ) -> BlockOutput:
         """Attend from each position of (B, T, D): see `Part.forward`."""
@@ -84,11 +84,11 @@ class LatentAttention(CachedAttention):
         q, k = (unit_rms(part) for part in (q, k))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         causal, scale = self.causal and mask is None, SHARPNESS * self.head_dim**-0.5
-        if state is None and reading and reading.dropout and reading.dropout.attention:
+        if state is None and inputs and inputs.dropout and inputs.dropout.attention:
             from arbcli.model.layers.attend_dropped import attend_dropped
 
             seen = None if self.causal else positions_seen(length, None, False, q.device)
-            y = attend_dropped(q, k, v, reading.dropout.attention, seen=seen, scale=scale)
+            y = attend_dropped(q, k, v, inputs.dropout.attention, seen=seen, scale=scale)
         else:
             y = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=scale
@@ -177,12 +177,12 @@ class LatentRing(State):
         """Cosines and sines of the positions being read, (T, d / 2) each."""
         clock, table = self.clock, self.table
         key = "angles", table[0].shape[1]
-        return clock.here(key, lambda: rows_at(table, clock.position_ids))
+        return clock.shared(key, lambda: rows_at(table, clock.position_ids))
 
     @property
     def mask(self) -> Tensor:
         """Attention mask over the ring before the update and the new positions, (T, W + T) bool."""
-        return self.clock.here(("ring mask", self.window), self._mask)
+        return self.clock.shared(("ring mask", self.window), self._mask)
 
     def _mask(self) -> Tensor:
         position, window, length = self.clock.position, self.window, self.clock.length

@@ -78,7 +78,7 @@ class Mamba(Part):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: BlockInputs | None = None,
+        inputs: BlockInputs | None = None,
         state: "MambaState | None" = None,
     ) -> BlockOutput:
         """Mix each position of (B, T, D) with those before it: see `Part.forward`."""

@@ -63,7 +63,7 @@ SLOTS_OF_TEXTS, SPAN_OF_TEXTS = 64, 512
 """Maximum slots per block and per program, if several texts fill the GPU."""
 
 
-class Kept(NamedTuple):
+class SpeculativeRings(NamedTuple):
     """Rings of one attention layer, and the new vectors that may be stored in them."""
 
     keys: Tensor

@@ -63,17 +63,17 @@ def round_entries(x: Tensor, stored: torch.dtype, rotated: int = 0) -> Tensor:
     Args:
         x: (..., d).
         stored: float8_e4m3fn or int8.
-        rotated: number of elements that are not rounded, see `part_rotated`.
+        rotated: number of elements that are not rounded, see `split_rotated`.
     """
     if rotated == x.shape[-1]:
         return x
     if rotated:
-        kept, others = part_rotated(x, rotated)
+        kept, others = split_rotated(x, rotated)
         return join_rotated(kept, round_entries(others, stored))
     return decode_entries(*quantise_entries(x, stored), x.dtype)
 
 
-def part_rotated(x: Tensor, rotated: int) -> tuple[Tensor, Tensor]:
+def split_rotated(x: Tensor, rotated: int) -> tuple[Tensor, Tensor]:
     """Split the elements of heads into rotary ones and others.
 
     Args:
@@ -90,7 +90,7 @@ def part_rotated(x: Tensor, rotated: int) -> tuple[Tensor, Tensor]:
 
 
 def join_rotated(rotated: Tensor, others: Tensor) -> Tensor:
-    """Invert `part_rotated`: (..., rotated) and (..., d - rotated) to (..., d)."""
+    """Invert `split_rotated`: (..., rotated) and (..., d - rotated) to (..., d)."""
     pairs = zip(rotated.chunk(2, dim=-1), others.chunk(2, dim=-1), strict=True)
     return torch.cat([part for pair in pairs for part in pair], dim=-1)
 

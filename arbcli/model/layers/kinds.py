@@ -22,7 +22,7 @@ PACKED = {
     "embedding": "arbcli.model.layers.embedding:TernaryEmbedding",
     "cross_entropy": "arbcli.model.layers.loss:cross_entropy",
     "rotary_norm": "arbcli.model.layers.rotary:new_rotary_norm",
-    "turned_heads": "arbcli.model.layers.turned_heads:new_turned_heads",
+    "rotary_qkv": "arbcli.model.layers.rotary_qkv:new_rotary_qkv",
     "gained_norm": "arbcli.model.layers.gained_norm:GainedRMSNorm",
     "rounded_norm": "arbcli.model.layers.bitnet:RoundedRMSNorm",
     "rounded_gate": "arbcli.model.layers.bitnet:RoundedGate",
@@ -31,7 +31,7 @@ PACKED = {
     "table": "arbcli.model.layers.table:TernaryTable",
 }
 """Packed layers: those of every block, and the places of others, which are imported on first use.
-`rotary_norm` and `turned_heads` take context, width of heads and angles, and return a function or
+`rotary_norm` and `rotary_qkv` take context, width of heads and angles, and return a function or
 module."""
 FLOAT = {
     "linear": "arbcli.model.baselines:FloatLinear",
@@ -41,7 +41,7 @@ FLOAT = {
     "embedding": "arbcli.model.baselines:FloatEmbedding",
     "cross_entropy": "arbcli.model.baselines:cross_entropy",
     "rotary_norm": "arbcli.model.baselines:FloatRotaryNorm",
-    "turned_heads": "arbcli.model.baselines:FloatTurnedHeads",
+    "rotary_qkv": "arbcli.model.baselines:FloatRotaryQKV",
     "gained_norm": "arbcli.model.baselines:FloatGainedRMSNorm",
     "vector": "arbcli.model.baselines:FloatVector",
     "taps": "arbcli.model.baselines:FloatTaps",

@@ -14,9 +14,9 @@ In (2) the gains are applied before the rotation, which rotates the elements i a
 head as a pair, as Llama and its descendants do in Transformers. Without gains the order does not
 matter, and kernels rotate first. With grouped-query attention, adjacent query heads share a key
 head. If a window has several documents, s only runs over the positions of t's document. Angles need
-not begin anew with each document, as only their differences matter.
+not restart at each document, as only their differences matter.
 
-Kernels compute all of this if `fits_kernels`. Otherwise a kernel computes q and k, and torch the
+If `fits_kernels`, kernels compute all of this. Otherwise a kernel computes q and k, and torch the
 rest.
 
 A model is trained on windows of `ctx` positions, so in each block a position attends to itself and
@@ -25,7 +25,7 @@ mask. In a masked model a position attends to the complete window, or with a sli
 many positions after it as before it.
 
 Keys and values can be stored in eight bits: see `eight_bits`. A position then attends to quantised
-keys and values, including its own, whether it is read alone or with others.
+keys and values, including its own, in decoding and in a prefill alike.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.families import SPECULATIVE_ATTENTION
-from arbcli.kernels.attention.decode_attention import Kept, decode_attention
+from arbcli.kernels.attention.decode_attention import SpeculativeRings, decode_attention
 from arbcli.kernels.runtime.backend import backend_of
 from arbcli.model.layers import attend
 from arbcli.model.layers.kinds import layers_for
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 SPLIT_ATTENTION = "arbcli.kernels.attention.attend_parts"
-"""Module of attention in several parts, for one text on a GPU."""
+"""Module of split-KV attention, for a single text on a GPU."""
 
 
 def fits_kernels(config: AttentionConfig) -> bool:
@@ -71,7 +71,7 @@ class Attention(CachedAttention):
 
     draws = ("qkv", "bias", "query_gain", "key_gain", "sinks", "sub_norm", "output", "output_bias")
     name = "attention"
-    steps_along = rounds_queries = ends_with_product = True
+    steps_positions = rounds_queries = ends_with_product = True
 
     def __init__(self, config: AttentionConfig, spec: LayerSpec) -> None:
         super().__init__()
@@ -82,14 +82,14 @@ class Attention(CachedAttention):
         self.eps = None if config.query_key_norm == "none" else spec.norm_eps
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
-        self.one_gradient = self.fits_kernels and spec.weights == "ternary"
+        self.fused_backward = self.fits_kernels and spec.weights == "ternary"
         self.steps_fused = fits_vectors(inner)
-        self.steps_ahead = self.fits_kernels
+        self.speculates = self.fits_kernels
         rotary = spec.ctx, self.width, self.rotary
         if self.fits_kernels:
             self.rotary_norm = parts.rotary_norm(*rotary)
         else:
-            self.turned_heads = parts.turned_heads(*rotary)
+            self.rotary_qkv = parts.rotary_qkv(*rotary)
         self.qkv = parts.linear(inner + 2 * kv, dim, spec, area="attention")
         self.bias = self.query_gain = self.key_gain = self.sinks = self.output_bias = None
         if config.bias:
@@ -110,7 +110,7 @@ class Attention(CachedAttention):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: BlockInputs | None = None,
+        inputs: BlockInputs | None = None,
         state: "KVCache | None" = None,
     ) -> BlockOutput:
         """Attend from each position of (B, T, D): see `Part.forward`."""
@@ -119,7 +119,7 @@ class Attention(CachedAttention):
         if self.fits_kernels:
             qkv = qkv.view(batch, length, 3, self.heads, self.width)
         if state is None:
-            y = self._attend(qkv, reading or BlockInputs())
+            y = self._attend(qkv, inputs or BlockInputs())
         elif self.fits_kernels and length == 1 and state.fuses:
             y = state.attend_one(qkv)
         else:
@@ -131,10 +131,10 @@ class Attention(CachedAttention):
         return self.sinks() if self.sinks else None
 
     def _biased(self, y: Tensor) -> Tensor:
-        """Add the bias of the output projection, if there is one."""
+        """Add the bias of the output projection, if any."""
         return y + self.output_bias().to(y.dtype) if self.output_bias else y
 
-    def _turned(
+    def _split_heads(
         self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute (1) and (2) from the projection's output, (B, T, all heads * d).
@@ -148,53 +148,53 @@ class Attention(CachedAttention):
         if self.query_gain and self.key_gain:
             gains = torch.stack((self.query_gain(), self.key_gain()))
         heads = qkv.unflatten(-1, (-1, self.width))
-        return self.turned_heads(heads, gains, self.kv_heads, self.eps, angles)
+        return self.rotary_qkv(heads, gains, self.kv_heads, self.eps, angles)
 
-    def _attend(self, qkv: Tensor, reading: BlockInputs) -> Tensor:
+    def _attend(self, qkv: Tensor, inputs: BlockInputs) -> Tensor:
         """Compute (2) and (3) within windows, or within their documents."""
-        length, sink, documents = qkv.shape[1], self._sinks(), reading.documents
-        mask = reading.dropout.attention if reading.dropout else None
+        length, sink, documents = qkv.shape[1], self._sinks(), inputs.documents
+        dropout = inputs.dropout.attention if inputs.dropout else None
         window = None if self.window is None or self.window >= length else self.window
-        restricted = (part is not None for part in (window, documents, mask, sink))
-        whole = self.causal and not any(restricted)
-        if self.one_gradient and whole and self.cache_format.stored is None:
+        restrictions = (window, documents, dropout, sink)
+        is_plain = self.causal and all(part is None for part in restrictions)
+        if self.fused_backward and is_plain and self.cache_format.code_dtype is None:
             return attend.attend_rotated(qkv, table_for(qkv, self.rotary))
-        prepare = self.rotary_norm if self.fits_kernels else self._turned
+        prepare = self.rotary_norm if self.fits_kernels else self._split_heads
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
         (k,), (v,) = self.cache_format.round(k, rotated=self.rotated), self.cache_format.round(v)
         q = self.cache_format.round_queries(q, self.rotated)
-        if whole:
+        if is_plain:
             return attend.attend_causally(q, k, v)
         k, v = (attend.repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
-        if documents is None and sink is None and mask is None:
+        if documents is None and sink is None and dropout is None:
             if window is not None:
                 return attend_in_window(q, k, v, window, causal=self.causal)
             return functional.scaled_dot_product_attention(q, k, v)
-        seen = None  # all earlier positions
+        mask = None  # causal
         if documents is not None:
-            seen = documents.limit(self.window)
+            mask = documents.limit(self.window)
         elif window is not None or not self.causal:
-            seen = attend.positions_seen(length, window, self.causal, q.device)
-        if mask is not None:
+            mask = attend.positions_seen(length, window, self.causal, q.device)
+        if dropout is not None:
             from arbcli.model.layers.attend_dropped import attend_dropped
 
-            return attend_dropped(q, k, v, mask, seen=seen, sink=sink)
+            return attend_dropped(q, k, v, dropout, seen=mask, sink=sink)
         if sink is not None:
-            return attend.attend_with_sink(q, k, v, sink, seen)
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+            return attend.attend_with_sink(q, k, v, sink, mask)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     def step(self, x: Tensor, state: "KVCache", residual: Tensor | None) -> Tensor:
         """Attend from new positions: see `Part.step`."""
         qkv = self.qkv.fused(x, normalise=True, early=self.fits_kernels)
         if self.fits_kernels:
             qkv = qkv.view(*x.shape[:2], 3, self.heads, self.width)
-        if state.clock.checks:
+        if state.clock.is_speculative:
             return self._projected(state.attend_ahead(qkv, split=self.output.takes_parts), residual)
         if not self.fits_kernels or x.shape[1] > 1:
-            y = state.each_text(self._attend_after, qkv)
+            y = state.map_texts(self._attend_after, qkv)
             y = y.transpose(1, 2).reshape(*x.shape[:2], -1)
-        elif self.output.takes_parts and state.leaves_parts(qkv):
-            return self._projected(state.attend_in_parts(qkv), residual)
+        elif self.output.takes_parts and state.splits_attention(qkv):
+            return self._projected(state.attend_split(qkv), residual)
         else:
             y = state.attend_one(qkv).view(len(x), 1, -1)
         return self._projected(y, residual)
@@ -204,13 +204,13 @@ class Attention(CachedAttention):
         return self._biased(self.output.fused(y, normalise=normalise, added=residual, early=early))
 
     def _attend_after(self, state: "KVCache", qkv: Tensor) -> Tensor:
-        prepare = self.rotary_norm if self.fits_kernels else self._turned
+        prepare = self.rotary_norm if self.fits_kernels else self._split_heads
         q, k, v = prepare(qkv, state.angles)
         q = state.clock.cache_format.round_queries(q, self.rotated)
         return state.attend(q, k, v, self._sinks())
 
     def new_state(self, clock: PositionCounter) -> "KVCache":
-        """Create the ring buffers of keys and values."""
+        """Create the ring buffers of keys and values for a text."""
         return KVCache(clock, self.kv_heads, self.width, self.window, self.rotary, self.rotated)
 
     def linears(self) -> tuple[nn.Module, ...]:
@@ -219,12 +219,12 @@ class Attention(CachedAttention):
 
 
 @dataclass(frozen=True, slots=True)
-class _Here:
-    """Slots and attention mask of the positions being read."""
+class _RingSlots:
+    """Slots of a ring and attention mask for the positions being read."""
 
     slots: Tensor
     """Slots of the new positions."""
-    earlier: Tensor | None = None
+    previous: Tensor | None = None
     """Slots of the previous positions in the order of the text; None if there are none."""
     mask: Tensor | None = None
     """(T, previous + T) bool attention mask over the previous and the new positions; for a single
@@ -262,15 +262,15 @@ class KVCache(State):
         super().__init__(clock)
         self.window = min(window or clock.ctx, clock.ctx, clock.positions)
         clock.limit(self.window)
-        self.short = window is not None
-        """Whether the length is that of a sliding window, independent of the context."""
+        self.has_window = window is not None
+        """Whether the ring has the length of a sliding window, independent of the context."""
         self.width, self.rotary = width, rotary
         rows = table_rows(clock.positions, clock.ctx)
         self.table = rotary_table(rows, width, clock.device, rotary=rotary, first=clock.first)
         self.fuses = not clock.cache_format.mixed
         """Whether the fused kernels support the storage format."""
         self.exponents: Tensor | None = None
-        if self.fuses and clock.cache_format.stored:
+        if self.fuses and clock.cache_format.code_dtype:
             self.exponents = clock.zeros(2, heads, self.window, dtype=torch.int8)
         key_exponents, value_exponents = (
             (None, None) if self.exponents is None else self.exponents.unbind(-3)
@@ -280,31 +280,31 @@ class KVCache(State):
         self.values = Rows(*ring, heads_first=True, exponents=value_exponents)
         self.semaphores = clock.semaphores(heads)
 
-    _new: Tensor | None = None
+    _speculative_rows: Tensor | None = None
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions being read, (T, d / 2) each."""
         clock, key = self.clock, ("angles", self.width, self.rotary)
-        return clock.here(key, lambda: rows_at(self.table, clock.position_ids))
+        return clock.shared(key, lambda: rows_at(self.table, clock.position_ids))
 
     @property
-    def here(self) -> _Here:
-        """Slots and attention mask of the positions being read, shared by all rings."""
-        return self.clock.here(("ring", self.window), self._here)
+    def ring_slots(self) -> _RingSlots:
+        """Slots and attention mask of the positions being read, shared by rings of one length."""
+        return self.clock.shared(("ring", self.window), self._new_ring_slots)
 
-    def _here(self) -> _Here:
+    def _new_ring_slots(self) -> _RingSlots:
         if self.clock.length == 1:  # independent of the position on the host, for CUDA graphs
-            seen = torch.arange(self.window, device=self.clock.device) <= self.clock.position
-            return _Here(self.clock.position_ids % self.window, mask=seen[None])
+            mask = torch.arange(self.window, device=self.clock.device) <= self.clock.position
+            return _RingSlots(self.clock.position_ids % self.window, mask=mask[None])
         start, length, device = self.clock.start, self.clock.length, self.clock.device
         slots = torch.arange(start, start + length, device=device) % self.window
         if start == 0:
-            return _Here(slots)
-        number = min(start, self.window)
-        earlier = torch.arange(start - number, start, device=device) % self.window
-        every = torch.ones(length, number + length, dtype=torch.bool, device=device)
-        return _Here(slots, earlier, every.tril(number).triu(number - self.window + 1))
+            return _RingSlots(slots)
+        count = min(start, self.window)
+        previous = torch.arange(start - count, start, device=device) % self.window
+        mask = torch.ones(length, count + length, dtype=torch.bool, device=device)
+        return _RingSlots(slots, previous, mask.tril(count).triu(count - self.window + 1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         """Store new positions, and attend from them to all positions.
@@ -320,18 +320,18 @@ class KVCache(State):
         Returns:
             (1, H, T, d).
         """
-        here, earlier = self.here, None
-        if here.earlier is not None:
-            earlier = [rows.get(here.earlier) for rows in (self.keys, self.values)]
-        keys, values = self.keys.put(here.slots, k[0]), self.values.put(here.slots, v[0])
+        ring, previous = self.ring_slots, None
+        if ring.previous is not None:  # read before new positions overwrite them
+            previous = [rows.get(ring.previous) for rows in (self.keys, self.values)]
+        keys, values = self.keys.put(ring.slots, k[0]), self.values.put(ring.slots, v[0])
         if self.clock.length == 1:
             keys, values = self.keys.get(), self.values.get()
-        elif earlier is not None:
+        elif previous is not None:
             keys, values = (
-                torch.cat((earlier[0], keys), dim=1),
-                torch.cat((earlier[1], values), dim=1),
+                torch.cat((old, new), dim=1)
+                for old, new in zip(previous, (keys, values), strict=True)
             )
-        return attend.attend_to(q, keys, values, here.mask, sink)
+        return attend.attend_to(q, keys, values, ring.mask, sink)
 
     def attend_one(self, qkv: Tensor) -> Tensor:
         """Store one new position of each text, and attend from it to the last W.
@@ -347,21 +347,21 @@ class KVCache(State):
         clock, (cos, sin) = self.clock, self.table
         y = decode_attention(
             qkv.view(*clock.position.shape, *qkv.shape[2:]), self.keys.codes, self.values.codes,
-            clock.position, cos, sin, self.semaphores, NORM_EPS, self.short, self.exponents,
+            clock.position, cos, sin, self.semaphores, NORM_EPS, self.has_window, self.exponents,
         )  # fmt: skip
         return y.view(-1, *y.shape[-2:])[:, :, None]
 
-    def leaves_parts(self, qkv: Tensor) -> bool:
-        """Return whether to use `attend_in_parts`: not for short rings, of one program per head.
+    def splits_attention(self, qkv: Tensor) -> bool:
+        """Return whether to use `attend_split`; short rings have one program per head.
 
         Args:
             qkv: (B, 1, 3, heads, d), output of the projection.
         """
-        if self.clock.texts is not None or self.exponents is not None or self.short:
+        if self.clock.texts is not None or self.exponents is not None or self.has_window:
             return False
         return backend_of(qkv) == "triton" and import_module(SPLIT_ATTENTION).fits_parts(qkv)
 
-    def attend_in_parts(self, qkv: Tensor) -> "AttentionParts":
+    def attend_split(self, qkv: Tensor) -> "AttentionParts":
         """Run split-KV `attend_one` for a single text, without the final reduction.
 
         Args:
@@ -377,29 +377,32 @@ class KVCache(State):
 
         Args:
             qkv: (1, M, 3, heads, d), output of the projection.
-            split: whether single positions use `attend_in_parts`, whose bits these must have.
+            split: whether single positions use `attend_split`, which these must equal bitwise.
 
         Returns:
             (1, M, heads * d).
         """
         speculative = import_module(SPECULATIVE_ATTENTION)
-        new, position, (cos, sin) = self.new_of(qkv.shape[1]), self.clock.position, self.table
+        position, (cos, sin) = self.clock.position, self.table
+        new = self.speculative_rows(qkv.shape[1])
         rings = qkv[0], self.keys.codes, self.values.codes, new
-        if split and self.leaves_parts(qkv):
+        if split and self.splits_attention(qkv):
             return speculative.attend_ahead(*rings, position, cos, sin, NORM_EPS)[None]
         y = speculative.attend_in_turn(
-            *rings, position, cos, sin, self.semaphores, NORM_EPS, self.short
+            *rings, position, cos, sin, self.semaphores, NORM_EPS, self.has_window
         )
         return y.flatten(1)[None]
 
-    def new_of(self, positions: int) -> Tensor:
+    def speculative_rows(self, positions: int) -> Tensor:
         """Return the buffer of speculative keys and values, (2, M, heads, d)."""
         heads, _, width = self.keys.codes.shape
-        if self._new is None or self._new.shape[1] != positions:
+        if self._speculative_rows is None or self._speculative_rows.shape[1] != positions:
             shape = 2, positions, heads, width
-            self._new = torch.zeros(shape, dtype=self.clock.dtype, device=self.clock.device)
-        return self._new
+            self._speculative_rows = torch.zeros(
+                shape, dtype=self.clock.dtype, device=self.clock.device
+            )
+        return self._speculative_rows
 
-    def kept(self, positions: int) -> Iterator[Kept]:
-        """Yield the rings, with the buffer of speculative keys and values."""
-        yield Kept(self.keys.codes, self.values.codes, self.new_of(positions))
+    def speculative_rings(self, positions: int) -> Iterator[SpeculativeRings]:
+        """Yield the rings with the buffer of speculative keys and values."""
+        yield SpeculativeRings(self.keys.codes, self.values.codes, self.speculative_rows(positions))

@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from arbcli.model.state import PositionCounter, State
 
 
-def rows_of(x: Tensor) -> list[Tensor]:
-    """Split (B, ...) into B copies of (1, ...), as alignment may change the sums of a kernel."""
+def split_texts(x: Tensor) -> list[Tensor]:
+    """Copy (B, ...) to B tensors (1, ...); alignment of views could change the sums of a kernel."""
     return [row.clone() for row in x.split(1)]
 
 
-def each_text(run: Callable[..., Tensor], *parts: Tensor) -> Tensor:
+def map_texts(run: Callable[..., Tensor], *parts: Tensor) -> Tensor:
     """Apply a function of tensors to each text of a batch separately, (B, 1, ...) each.
 
     The bits of each result do not depend on the other texts, whatever kernels the function uses.
     """
     if len(parts[0]) == 1:
         return run(*parts)
-    return torch.cat([run(*rows) for rows in zip(*map(rows_of, parts), strict=True)])
+    return torch.cat([run(*rows) for rows in zip(*map(split_texts, parts), strict=True)])
 
 
 Losses = dict[str, list[Tensor]]
-"""Float32 scalars of all parts that contribute to a loss, by its name."""
+"""Float32 scalars that are summed to a loss, by the name of the loss."""
 
 
-def merge(*losses: Losses) -> Losses:
+def merge_losses(*losses: Losses) -> Losses:
     """Concatenate the lists of each loss, in order."""
     merged: Losses = {}
     for part_losses in losses:
@@ -47,13 +47,13 @@ def merge(*losses: Losses) -> Losses:
 
 
 class BlockOutput(NamedTuple):
-    """The residual stream after a part; immutable."""
+    """The residual stream after a part."""
 
     x: Tensor
     """(B, T, D), or (B, T, n, D) with n residual streams."""
     added: Tensor | None = None
     """A pending addition to x, which the next norm's kernel fuses."""
-    losses: Losses = {}  # noqa: RUF012  # never changed
+    losses: Losses = {}  # noqa: RUF012  # never modified
 
     def total(self) -> Tensor:
         """Return x with the pending addition."""
@@ -63,25 +63,25 @@ class BlockOutput(NamedTuple):
 class Documents(NamedTuple):
     """The attention mask of windows in which several documents are packed."""
 
-    seen: Tensor
+    mask: Tensor
     """(B, 1, T, T) bool: causal, and only within a document."""
 
     @classmethod
     def from_numbers(cls, numbers: Tensor) -> "Documents":
         """Build the mask from the number of each position's document, (B, T) integers."""
         length = numbers.shape[1]
-        seen = torch.ones(length, length, dtype=torch.bool, device=numbers.device).tril()
-        return cls(((numbers[:, :, None] == numbers[:, None]) & seen)[:, None])
+        causal = torch.ones(length, length, dtype=torch.bool, device=numbers.device).tril()
+        return cls(((numbers[:, :, None] == numbers[:, None]) & causal)[:, None])
 
     def limit(self, window: int | None) -> Tensor:
         """Return the mask, (B, 1, T, T) bool, restricted to a window of `window` positions."""
-        if window is None or window >= self.seen.shape[-1]:
-            return self.seen
-        return self.seen.triu(1 - window)
+        if window is None or window >= self.mask.shape[-1]:
+            return self.mask
+        return self.mask.triu(1 - window)
 
 
 class BlockInputs(NamedTuple):
-    """Additional inputs of parts, indexed by the positions of the present stage."""
+    """Additional inputs of parts, indexed by the positions of the current stage."""
 
     position_ids: Tensor | None = None
     """(B, T) int64, index of the byte at which each position begins, -1 for an empty slot; None in
@@ -91,7 +91,7 @@ class BlockInputs(NamedTuple):
     documents: Documents | None = None
     """Attention mask of packed documents; None if a window is one text."""
     dropout: "Dropout | None" = None
-    """Dropout of the model, of a block, or of a branch that reads it; None outside of training."""
+    """Dropout of the model, of a block, or of a branch; None outside of training."""
 
     @property
     def valid(self) -> Tensor | None:
@@ -115,7 +115,7 @@ class BlockInputs(NamedTuple):
 
 
 def fits_vectors(*widths: int) -> bool:
-    """Return whether decoding kernels read rows of these widths: eight elements at a time."""
+    """Return whether decoding kernels support rows of these widths: multiples of eight elements."""
     return all(width % 8 == 0 for width in widths)
 
 
@@ -134,8 +134,8 @@ def build_part(config: PartConfig, spec: LayerSpec, *arguments: Any) -> Any:
     """Build a part with uninitialised weights; the class is imported on first use.
 
     Args:
-        config: configuration of the part, whose class names that of the module.
-        spec: spec of the part; a rule of the configuration replaces that of the spec.
+        config: configuration of the part, whose class names the module's class.
+        spec: storage settings and width; a rule of the configuration overrides that of the spec.
         arguments: further arguments of the module's class.
     """
     return imported(config.module)(config, config.own_spec(spec), *arguments)
@@ -152,13 +152,13 @@ class Part(nn.Module):
     """Whether `step` uses fused kernels for one position, if shapes and storage allow."""
     steps_texts = False
     """Whether `step_texts` is implemented."""
-    steps_ahead = False
-    """Whether `step` supports speculative positions, with the same bits as one by one. The state
-    only stores them once they are accepted."""
-    steps_along = False
+    speculates = False
+    """Whether `step` supports speculative positions, with bitwise the results of single ones. The
+    state only stores them once they are accepted."""
+    steps_positions = False
     """Whether `step` takes several positions of a text on a CPU, whose kernels loop over them."""
     ends_with_product = False
-    """Whether the last of `linears` computes the result, and no backward reads that result."""
+    """Whether the last layer of `linears` computes the output, which no backward reads."""
 
     @property
     def unused_tensors(self) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ class Part(nn.Module):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: BlockInputs | None = None,
+        inputs: BlockInputs | None = None,
         state: Any = None,
     ) -> BlockOutput:
         """Compute the part's contribution to the residual stream.
@@ -179,7 +179,7 @@ class Part(nn.Module):
             x: the stream, (B, T, D).
             norm: norm before the part.
             added: pending addition to x.
-            reading: additional inputs; None if no part reads any.
+            inputs: additional inputs; None if no part reads any.
             state: decoding state, to which the positions are added; B is 1. None for complete
                 windows.
 
@@ -191,7 +191,7 @@ class Part(nn.Module):
     def step(self, x: Tensor, state: Any, residual: Tensor | None) -> Tensor:
         """Run the part for one position of a text, (1, 1, D), or of a batch of texts, (B, 1, D).
 
-        With `steps_along` it also takes several positions of a text, (1, T, D).
+        With `steps_positions` it also takes several positions of a text, (1, T, D).
 
         Args:
             x: the stream.
@@ -200,7 +200,7 @@ class Part(nn.Module):
         """
         raise NotImplementedError
 
-    def step_texts(self, x: Tensor, norm: nn.Module, reading: BlockInputs) -> Tensor:
+    def step_texts(self, x: Tensor, norm: nn.Module, inputs: BlockInputs) -> Tensor:
         """Compute the contribution to one position of each text, (B, 1, D), without a state.
 
         The bits of a text's result depend neither on the other texts nor on their number.

@@ -15,7 +15,7 @@ FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 class CacheFormat(NamedTuple):
     """Format of keys and values in a cache."""
 
-    stored: torch.dtype | None = None
+    code_dtype: torch.dtype | None = None
     """Dtype of codes, float8_e4m3fn or int8; None stores the dtype of activations."""
     mixed: bool = False
     """Whether the rotary elements of keys keep the dtype of activations."""
@@ -23,24 +23,24 @@ class CacheFormat(NamedTuple):
     """Whether queries are rounded like keys; implies `mixed`."""
 
     @classmethod
-    def named(cls, name: str | None) -> "CacheFormat":
+    def parse(cls, value: str | None) -> "CacheFormat":
         """Parse a value of `--kv`: a name of `FORMATS`, with an optional suffix, or `bf16`."""
-        kind, _, unrounded = (name or "").partition("-")
-        return cls(FORMATS.get(kind), bool(unrounded), unrounded == "queries")
+        code, _, suffix = (value or "").partition("-")
+        return cls(FORMATS.get(code), bool(suffix), suffix == "queries")
 
     def name(self, plain: str) -> str:
         """Return the value of `--kv`, or `plain` if no eight-bit codes are stored."""
-        kinds = {stored: kind for kind, stored in FORMATS.items()}
-        unrounded = "-queries" if self.queries else "-mixed" if self.mixed else ""
-        return plain if self.stored is None else kinds[self.stored] + unrounded
+        codes = {dtype: code for code, dtype in FORMATS.items()}
+        suffix = "-queries" if self.queries else "-mixed" if self.mixed else ""
+        return plain if self.code_dtype is None else codes[self.code_dtype] + suffix
 
     def round(self, *parts: Tensor, rotated: int = 0) -> tuple[Tensor, ...]:
         """Round entries, (..., d), to their stored values; `rotated` elements are rotary."""
-        if self.stored is None:
+        if self.code_dtype is None:
             return parts
         rotated = rotated if self.mixed else 0
         round_entries = imported("arbcli.kernels.attention.eight_bits:round_entries")
-        return tuple(round_entries(part, self.stored, rotated) for part in parts)
+        return tuple(round_entries(part, self.code_dtype, rotated) for part in parts)
 
     def round_queries(self, q: Tensor, rotated: int) -> Tensor:
         """Round queries, (..., d), if the format rounds them; `rotated` elements are rotary."""

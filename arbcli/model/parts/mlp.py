@@ -18,8 +18,8 @@ class MLP(Part):
 
     draws = ("gate_up", "sub_norm", "output")
     name = "mlp"
-    steps_ahead = True
-    steps_along = True
+    speculates = True
+    steps_positions = True
     ends_with_product = True
 
     def __init__(self, config: MLPConfig, spec: LayerSpec, area: str = "mlp") -> None:
@@ -41,7 +41,7 @@ class MLP(Part):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: BlockInputs | None = None,
+        inputs: BlockInputs | None = None,
         state: None = None,
     ) -> BlockOutput:
         """Apply the MLP to (B, T, D): see `Part.forward`."""

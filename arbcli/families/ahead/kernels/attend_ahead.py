@@ -44,7 +44,7 @@ from arbcli.kernels.attention.attend_parts import (
     store_part,
     write_sums,
 )
-from arbcli.kernels.attention.decode_attention import Kept, decode_attention
+from arbcli.kernels.attention.decode_attention import SpeculativeRings, decode_attention
 from arbcli.kernels.runtime import ptx
 from arbcli.kernels.runtime.arguments import compiled_check, declared
 from arbcli.kernels.runtime.backend import backend_of, num_processors
@@ -435,7 +435,7 @@ _check_turn = compiled_check(
 )
 
 
-def _keep_accepted_torch(rings: list[Kept], position: Tensor, accepted: Tensor) -> None:
+def _keep_accepted_torch(rings: list[SpeculativeRings], position: Tensor, accepted: Tensor) -> None:
     for keys, values, new in rings:
         rows = new.shape[1]
         slots = slots_of(position, rows, keys.shape[1])
@@ -469,7 +469,7 @@ def _keep_accepted_kernel(
 class Table(NamedTuple):
     """Addresses of several rings, for one launch that stores vectors in all of them."""
 
-    rings: list[Kept]
+    rings: list[SpeculativeRings]
     """Rings that the addresses point to; they must not be reallocated."""
     addresses: Tensor
     """(2 R, 2) int64: the addresses of each ring and of its new vectors."""
@@ -477,7 +477,7 @@ class Table(NamedTuple):
     """(2 R, 3) int32: heads, slots and width of each ring."""
 
 
-def table_of(rings: list[Kept]) -> Table:
+def table_of(rings: list[SpeculativeRings]) -> Table:
     """Build the table of several rings with the same number and dtype of new vectors."""
     addresses: list[tuple[int, int]] = []
     sizes: list[tuple[int, ...]] = []
@@ -554,7 +554,7 @@ def _take_one_pair(run: Callable[[Table, Tensor, Tensor], None]) -> Callable:
     def run_pair(
         keys: Tensor, values: Tensor, new: Tensor, position: Tensor, accepted: Tensor
     ) -> tuple[Tensor, Tensor]:
-        run(table_of([Kept(keys, values, new)]), position, accepted)
+        run(table_of([SpeculativeRings(keys, values, new)]), position, accepted)
         return keys, values
 
     return run_pair

@@ -40,7 +40,7 @@ class _RotaryHeads(Function):
 _rotary_heads = operator(_RotaryHeads)
 
 
-def turned_heads(
+def rotary_qkv(
     qkv: Tensor,
     gains: Tensor | None,
     kv: int,
@@ -66,6 +66,6 @@ def turned_heads(
     return _rotary_heads(qkv, gains, *table, kv, eps)
 
 
-def new_turned_heads(_ctx: int, _width: int, rotary: RotaryConfig) -> Callable:
-    """Return `turned_heads` with its angles."""
-    return partial(turned_heads, rotary=rotary)
+def new_rotary_qkv(_ctx: int, _width: int, rotary: RotaryConfig) -> Callable:
+    """Return `rotary_qkv` with its angles."""
+    return partial(rotary_qkv, rotary=rotary)
