@@ -51,7 +51,7 @@ CONSTANTS = {
     "families.graph.edges": {"INT8_MAX": 127, "NEW_SCORE": 16, "NEW_SIGN": 64},
     "families.graph.sequencer": {"ORDERS": (2, 3, 4)},
     "families.graph.memgram": {"ORDER": 6, "INT8_MAX": 127},
-    "families.graph.moe_graph": {"HALT_AT": 0.99, "HALT_BIAS": -1.0, "HALT_PRIOR": 0.25,
+    "families.graph.moe_graph": {"HALT_SUM": 0.99, "HALT_BIAS": -1.0, "HALT_PRIOR": 0.25,
         "KEEP": 0.95},
 }  # fmt: skip
 

@@ -146,13 +146,13 @@ def test_no_model_is_let_off_causality_and_no_gradient_is_nothing(torch_results,
             assert counts[f"{tested.name} fp32"] == changed, tested.name
 
 
-best_pairs, topk = codebook.best_pairs, torch.Tensor.topk
+top_pairs, topk = codebook.top_pairs, torch.Tensor.topk
 route = parity.chunking.BoundaryRouter.forward
 
 
 def neighbours(left, right, top_k):
     """Take rows that are one off."""
-    _, rows = best_pairs(left, right, top_k)
+    _, rows = top_pairs(left, right, top_k)
     rows = (rows + 1) % (left.shape[1] * right.shape[1])
     i, j = rows // right.shape[1], rows % right.shape[1]
     return left.gather(1, i) + right.gather(1, j), rows
@@ -173,10 +173,10 @@ def moved(self, x):
 
 
 WRONG = {
-    "codes": ("graph", codebook, "best_pairs", neighbours),
+    "codes": ("graph", codebook, "top_pairs", neighbours),
     "experts": ("graph", torch.Tensor, "topk", worst),
     "boundaries": ("hnet", parity.chunking.BoundaryRouter, "forward", moved),
-    "late halting": ("graph", parity.moe_graph, "HALT_AT", 0.2),
+    "late halting": ("graph", parity.moe_graph, "HALT_SUM", 0.2),
 }
 """A model, and what is replaced in it."""
 WRONG_ENTRIES = {

@@ -52,7 +52,7 @@ class PartConfig:
         """
         check_fields(self)
 
-    def own_spec(self, spec: LayerSpec) -> LayerSpec:
+    def part_spec(self, spec: LayerSpec) -> LayerSpec:
         """Return the spec of the part's own weights, from the spec of the part."""
         spec = spec if self.rule is None else spec.replace_rule(self.rule)
         return replace(spec, digits="trit", bitnet=True) if self.is_bitnet else spec

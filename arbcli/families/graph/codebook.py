@@ -18,7 +18,7 @@ from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.table import TableWeight
 
 
-class Found(NamedTuple):
+class CodebookOutput(NamedTuple):
     """Result of a codebook for a stream of (B, T, D)."""
 
     y: Tensor
@@ -28,15 +28,15 @@ class Found(NamedTuple):
     confidence: Tensor
     """(B, T) float32, weight of the best row."""
     cost: Tensor | None = None
-    """Commitment loss of a quantiser, a scalar: mean squared distance from the code; else None."""
+    """Commitment loss of a quantiser, a scalar: mean squared distance from the code."""
 
 
 def alive_gauge(area: str, share: float) -> dict[str, float]:
-    """Return the metric of the share of a codebook's rows that are in use, by its name."""
+    """Return the share of a codebook's rows that are in use, by the name of the gauge."""
     return {"alive_codes" if area == "codebook" else f"alive_{area}": share}
 
 
-def best_pairs(left: Tensor, right: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def top_pairs(left: Tensor, right: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Select the pairs with the largest sums of scores.
 
     Args:
@@ -79,17 +79,17 @@ class Codebook(nn.Module):
         self.sub_norm = layers.norm(values_dim, spec)
         self.output = layers.output(values_dim, spec, area=area)
 
-    def forward(self, x: Tensor) -> Found:
+    def forward(self, x: Tensor) -> CodebookOutput:
         """Look up the memory for a stream, (B, T, D)."""
         batch, length, _ = x.shape
         query = self.query(x, self.norm).view(-1, 2, self.key_dim)  # (B * T * heads, 2, key_dim)
         halves = self.left(query[:, 0], self.query_norm), self.right(query[:, 1], self.query_norm)
-        scores, rows = best_pairs(*halves, self.top_k)
+        scores, rows = top_pairs(*halves, self.top_k)
         weights = torch.softmax(scores, dim=1)
         values = self.table(rows, weights, x.dtype).view(batch, length, -1)
-        first = (batch, length, self.heads, self.top_k)
-        codes, confidence = (part.view(first)[:, :, 0, 0] for part in (rows, weights))
-        return Found(self.output(values, self.sub_norm), codes, confidence)
+        shape = (batch, length, self.heads, self.top_k)
+        codes, confidence = (part.view(shape)[:, :, 0, 0] for part in (rows, weights))
+        return CodebookOutput(self.output(values, self.sub_norm), codes, confidence)
 
     def gauges(self) -> dict[str, float]:
         """Return the share of rows that a step has changed; synchronises with the device.

@@ -51,10 +51,10 @@ class Edges(StepMemory):
             Target codes, (M, W) int64 with -1 for no edge, and weights in -1..1, (M, W) float32,
             whose gradients are turned into votes.
         """
-        return _Leaving.apply(codes, anchor, self)
+        return _LookUpEdges.apply(codes, anchor, self)
 
     @torch.no_grad()
-    def find(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+    def look_up(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Look up edges like `forward`, without votes: (M, W) int64 and float32 for (M,) codes."""
         bucket = codes % len(self.source)
         score = self.score[bucket]
@@ -63,14 +63,14 @@ class Edges(StepMemory):
         return torch.where(is_edge, self.target[bucket].long(), -1), weights * is_edge
 
     def vote(self, codes: Tensor, targets: Tensor, grad: Tensor) -> None:
-        """Count the signs of the weights' gradients, (M, W): negative ones vote for an edge."""
+        """Count the signs of the weights' gradients, (M, W); negative ones vote for an edge."""
         size, ways = self.source.shape
         slots = (codes % size)[:, None] * ways + torch.arange(ways, device=codes.device)
         votes = -torch.sign(grad).to(torch.int32) * (targets >= 0)
         total = torch.zeros(size * ways, dtype=torch.int32, device=codes.device)
         self.add("votes", total.index_add_(0, slots.flatten(), votes.flatten()))
 
-    def note(self, codes: Tensor) -> None:
+    def record_codes(self, codes: Tensor) -> None:
         """Record the codes of a batch, (B, T), until the step ends."""
         if codes.shape[1] > 1:
             self.record("pairs", torch.stack((codes[:, :-1], codes[:, 1:])).flatten(1))
@@ -83,34 +83,34 @@ class Edges(StepMemory):
         edge, and replaces it once that is zero.
         """
         if "votes" in self.sums:
-            moved = self.sign + torch.sign(self.sums["votes"]).view_as(self.sign)
-            self.sign.copy_(moved.clamp_(-INT8_MAX, INT8_MAX))
+            sign = self.sign + torch.sign(self.sums["votes"]).view_as(self.sign)
+            self.sign.copy_(sign.clamp_(-INT8_MAX, INT8_MAX))
         if "pairs" in self.records:
-            self._pass(torch.cat(self.records["pairs"], dim=1))
+            self._count_pairs(torch.cat(self.records["pairs"], dim=1))
         self.forget()
 
-    def _pass(self, pairs: Tensor) -> None:
+    def _count_pairs(self, pairs: Tensor) -> None:
         source, target = pairs  # (P,) int64 each
         size, ways = self.source.shape
         bucket = source % size
-        score = self.score[bucket]  # (P, W) int8, as before the step
-        same = (self.source[bucket] == source[:, None]) & (score > 0)
-        same &= self.target[bucket] == target[:, None]
+        score = self.score[bucket]  # (P, W) int8, before the step
+        is_edge = (self.source[bucket] == source[:, None]) & (score > 0)
+        is_edge &= self.target[bucket] == target[:, None]
         slots = bucket[:, None] * ways + torch.arange(ways, device=bucket.device)
-        passed = torch.zeros(size * ways, dtype=torch.int32, device=bucket.device)
-        passed = passed.index_add_(0, slots.flatten(), same.flatten().int()).view(size, ways) > 0
+        hits = torch.zeros(size * ways, dtype=torch.int32, device=bucket.device)
+        hits = hits.index_add_(0, slots.flatten(), is_edge.flatten().int()).view(size, ways) > 0
         # last pair without an edge in each bucket; an integer maximum, which is deterministic
         index = torch.arange(len(source), device=bucket.device)
-        index = torch.where(same.any(dim=1), -1, index)
+        index = torch.where(is_edge.any(dim=1), -1, index)
         last = torch.full((size,), -1, device=bucket.device)
         last = last.scatter_reduce_(0, bucket, index, "amax")
         weakest = self.score.min(dim=1, keepdim=True).indices
-        weakened = torch.zeros_like(passed).scatter_(1, weakest, True)
-        weakened &= (last >= 0)[:, None] & ~passed
+        weakened = torch.zeros_like(hits).scatter_(1, weakest, True)
+        weakened &= (last >= 0)[:, None] & ~hits
         score = self.score.int()
         new = weakened & (score <= 1)
-        moved = torch.where(passed, (score + 1).clamp(max=INT8_MAX), score - weakened.int())
-        self.score.copy_(torch.where(new, NEW_SCORE, moved))
+        score = torch.where(hits, (score + 1).clamp(max=INT8_MAX), score - weakened.int())
+        self.score.copy_(torch.where(new, NEW_SCORE, score))
         self.sign.masked_fill_(new, NEW_SIGN)
         last = last.clamp(min=0)
         self.source.copy_(torch.where(new, source[last].int()[:, None], self.source))
@@ -121,11 +121,11 @@ class Edges(StepMemory):
         return {"edges": float((self.score > 0).float().mean())}
 
 
-class _Leaving(Function):
+class _LookUpEdges(Function):
     @staticmethod
     def forward(ctx: Any, codes: Tensor, _anchor: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
         ctx.edges = edges
-        targets, weights = edges.find(codes)
+        targets, weights = edges.look_up(codes)
         ctx.save_for_backward(codes, targets)
         ctx.mark_non_differentiable(targets)
         return targets, weights

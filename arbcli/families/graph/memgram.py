@@ -1,4 +1,4 @@
-"""A hashed memory of n-grams: the byte that follows each, and its strength, in two bytes an entry.
+"""A hashed memory of n-grams: the byte that follows each, and its strength, in two bytes per entry.
 
 An entry holds the prevailing next byte of the n-grams that are hashed to it. The same byte
 increments its strength, another one decrements it, and replaces the byte at zero: a majority vote
@@ -54,11 +54,11 @@ class MemGram(StepMemory):
         """
         entries = ngram_ids(text, len(self.symbol), (ORDER,))[..., 0]
         if torch.is_grad_enabled() and text.shape[1] > 1:
-            self.record("seen", torch.stack((entries[:, :-1], text[:, 1:])).flatten(1))
+            self.record("ngrams", torch.stack((entries[:, :-1], text[:, 1:])).flatten(1))
         entries = entries[:, -length:].reshape(-1, 1)  # (B * T, 1)
-        known = entries.clamp(min=0)
-        strength = self.strength[known].float() / INT8_MAX * (entries >= 0)
-        symbols = torch.where(strength > 0, self.symbol[known].long() + 128, -1)
+        index = entries.clamp(min=0)
+        strength = self.strength[index].float() / INT8_MAX * (entries >= 0)
+        symbols = torch.where(strength > 0, self.symbol[index].long() + 128, -1)
         y = self.output(self.table(symbols, torch.ones_like(strength), dtype), self.norm)
         # the strength is applied after the norm, which would cancel it
         return (y * strength.sqrt().to(dtype)).view(len(text), length, -1)
@@ -66,9 +66,9 @@ class MemGram(StepMemory):
     @torch.no_grad()
     def finish_step(self) -> None:
         """Update the entries from the step's n-grams; for each entry only the last one counts."""
-        if "seen" not in self.records:
+        if "ngrams" not in self.records:
             return
-        entries, symbols = torch.cat(self.records["seen"], dim=1)
+        entries, symbols = torch.cat(self.records["ngrams"], dim=1)
         self.forget()
         size = len(self.symbol)
         index = torch.arange(len(entries), device=entries.device)
@@ -76,10 +76,10 @@ class MemGram(StepMemory):
         last = torch.full((size + 1,), -1, device=entries.device)
         last = last.scatter_reduce_(0, slots, index, "amax")[:size]
         new = (symbols[last.clamp(min=0)] - 128).to(torch.int8)
-        again, seen = (new == self.symbol) & (self.strength > 0), last >= 0
+        agrees, is_updated = (new == self.symbol) & (self.strength > 0), last >= 0
         strength = self.strength.int()
-        replaced = seen & ~again & (strength <= 1)
-        moved = torch.where(again, (strength + 1).clamp(max=INT8_MAX), strength - 1)
-        strength = torch.where(replaced, 1, torch.where(seen, moved, strength))
+        replaced = is_updated & ~agrees & (strength <= 1)
+        updated = torch.where(agrees, (strength + 1).clamp(max=INT8_MAX), strength - 1)
+        strength = torch.where(replaced, 1, torch.where(is_updated, updated, strength))
         self.symbol.copy_(torch.where(replaced, new, self.symbol))
         self.strength.copy_(strength)

@@ -43,15 +43,15 @@ class Memories(nn.Module):
     def __init__(self, config: MemoriesConfig | None, spec: LayerSpec, router: bool) -> None:
         super().__init__()
         self.config = config
-        books, between = (config.codebooks, config.own_spec(spec)) if config else ({}, spec)
+        codebooks, inner_spec = (config.codebooks, config.part_spec(spec)) if config else ({}, spec)
         for name in ("codebook", "knowledge"):
-            book = build_part(books[name], between, name) if name in books else None
-            self.register_module(name, book)
+            codebook = build_part(codebooks[name], inner_spec, name) if name in codebooks else None
+            self.register_module(name, codebook)
         self.moe_graph = None
         if config and config.iterated:
             width = config.codebook.width if config.codebook else 0
-            self.moe_graph = MoEGraph(config.iterated, config.iterated.own_spec(between), width)
-        self.router = Router(2 + len(books), spec) if router else None
+            self.moe_graph = MoEGraph(config.iterated, config.iterated.part_spec(inner_spec), width)
+        self.router = Router(2 + len(codebooks), spec) if router else None
 
     def forward(
         self,
@@ -74,20 +74,20 @@ class Memories(nn.Module):
         if self.config is None:
             output = run(x, slice(None))
         else:
-            before = run(x, slice(0, self.config.place))
-            remember = self._remember_by_text if batched else self._remember
-            x, losses = remember(before.total(), taps, inputs)
+            lower = run(x, slice(0, self.config.place))
+            add_memories = self._add_memories_by_text if batched else self._add_memories
+            x, losses = add_memories(lower.total(), taps, inputs)
             output = run(x, slice(self.config.place, None))
-            output = output._replace(losses=merge_losses(before.losses, losses, output.losses))
+            output = output._replace(losses=merge_losses(lower.losses, losses, output.losses))
         if self.router:
             route = partial(map_texts, self.router) if batched else self.router
             output = BlockOutput(route(output.total(), *taps), None, output.losses)
         return output
 
-    def _remember(
+    def _add_memories(
         self, x: Tensor, taps: list[Tensor], inputs: BlockInputs
     ) -> tuple[Tensor, Losses]:
-        """Add the outputs of codebooks and graph to the stream; append the former to `taps`."""
+        """Add the outputs of codebooks and graph to the stream; append codebooks' to `taps`."""
         outputs = [book(x) for book in (self.codebook, self.knowledge) if book]
         taps += [output.y for output in outputs]
         for output in outputs:
@@ -96,20 +96,21 @@ class Memories(nn.Module):
         losses = {"commitment": costs} if costs else {}
         if self.moe_graph is None:
             return x, losses
-        first = outputs[0] if self.codebook else None
-        iterated = self.moe_graph(x, self.codebook, first, inputs)
+        lookup = outputs[0] if self.codebook else None
+        iterated = self.moe_graph(x, self.codebook, lookup, inputs)
         # only training needs the cost
         ponder = {"ponder": [iterated.ponder_cost()]} if torch.is_grad_enabled() else {}
         return iterated.x, losses | ponder
 
-    def _remember_by_text(
+    def _add_memories_by_text(
         self, x: Tensor, taps: list[Tensor], inputs: BlockInputs
     ) -> tuple[Tensor, Losses]:
-        """Run `_remember` for one position of each text of a batch, separately."""
+        """Run `_add_memories` for one position of each text of a batch, separately."""
         results = []
         for text, row in enumerate(split_texts(x)):
             outputs: list[Tensor] = []
-            results.append((self._remember(row, outputs, inputs.select_text(text))[0], *outputs))
-        x, *books = (torch.cat(parts) for parts in zip(*results, strict=True))
-        taps += books
+            x, _ = self._add_memories(row, outputs, inputs.select_text(text))
+            results.append((x, *outputs))
+        x, *outputs = (torch.cat(parts) for parts in zip(*results, strict=True))
+        taps += outputs
         return x, {}

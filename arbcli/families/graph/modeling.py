@@ -16,12 +16,12 @@ from arbcli.interop.huggingface.modeling_core import (
     wide,
 )
 
-ORDERS, RECALLED = (2, 3, 4), 6
+ORDERS, MEMGRAM_ORDER = (2, 3, 4), 6
 """Lengths of the n-grams of the sequencer, and of the memory."""
-BYTES, MOST = 256, 127
+BYTES, INT8_MAX = 256, 127
 UNIT = 32
 """Value of 1 in codes."""
-HALT_AT, HALT_BIAS, KEEP = 0.99, -1.0, 0.95
+HALT_SUM, HALT_BIAS, KEEP = 0.99, -1.0, 0.95
 ROUTER_BIAS = 3.0
 
 
@@ -44,7 +44,7 @@ class Sequencer(nn.Module):
 
 
 class MemGram(nn.Module):
-    """Embeds the byte that followed the last n-gram before, by its strength."""
+    """Embeds the remembered next byte of the last n-gram, weighted by its strength."""
 
     symbol: Tensor
     strength: Tensor
@@ -58,12 +58,12 @@ class MemGram(nn.Module):
 
     def forward(self, text: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the addition to the embedding of a text, (T, D), from (T,) int64 bytes."""
-        rows = ngram_rows(text, len(self.symbol), RECALLED)
-        known = rows.clamp(min=0)
-        strength = (self.strength[known].double() / MOST * (rows >= 0))[:, None]
-        recalled = self.table.rows(self.symbol[known].long() + 128, dtype)
+        rows = ngram_rows(text, len(self.symbol), MEMGRAM_ORDER)
+        index = rows.clamp(min=0)
+        strength = (self.strength[index].double() / INT8_MAX * (rows >= 0))[:, None]
+        embedded = self.table.rows(self.symbol[index].long() + 128, dtype)
         # the strength is applied after the norm, which would cancel it
-        return self.output(norm(recalled)) * strength.sqrt().to(dtype)
+        return self.output(norm(embedded)) * strength.sqrt().to(dtype)
 
 
 class Codebook(nn.Module):
@@ -80,7 +80,7 @@ class Codebook(nn.Module):
         self.output = Packed(spec.dim, self.heads * width, spec)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the result, (T, D), and of the first head the best rows and their shares, (T,)."""
+        """Return the result, (T, D), and the first head's best row and its share, (T,) each."""
         query = norm(self.query(norm(x)).view(len(x), self.heads, 2, self.key_width))
         left, right = wide(self.left(query[:, :, 0])), wide(self.right(query[:, :, 1]))
         rows = self.choose(left, right)
@@ -90,7 +90,7 @@ class Codebook(nn.Module):
         return y, rows[:, 0, 0], shares[:, 0, 0]
 
     def choose(self, left: Tensor, right: Tensor) -> Tensor:
-        """Choose rows by the scores of both halves of their keys, (T, heads, n): (T, heads, k)."""
+        """Select (T, heads, k) rows by the scores of both halves of their keys, (T, heads, n)."""
         (best_left, i), (best_right, j) = (half.topk(self.top_k, dim=-1) for half in (left, right))
         sums = (best_left[..., :, None] + best_right[..., None, :]).flatten(-2)
         pairs = i[..., :, None] * right.shape[-1] + j[..., None, :]
@@ -138,9 +138,10 @@ class Quantiser(nn.Module):
         Returns:
             (T, codes) float64, in squared units of 1 / `UNIT`.
         """
-        near, codes = (z.detach() * UNIT).round().clamp(-MOST, MOST).double(), self.codes.double()
-        lengths = near.square().sum(dim=1, keepdim=True) + codes.square().sum(dim=1)
-        return 2 * near @ codes.T - lengths
+        q = (z.detach() * UNIT).round().clamp(-INT8_MAX, INT8_MAX).double()
+        codes = self.codes.double()
+        norms = q.square().sum(dim=1, keepdim=True) + codes.square().sum(dim=1)
+        return 2 * q @ codes.T - norms
 
     def values(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Look up (...) codes, (..., width)."""
@@ -167,12 +168,12 @@ class Edges(nn.Module):
         bucket = codes % len(self.source)
         score = self.score[bucket]
         is_edge = (self.source[bucket] == codes[:, None]) & (score > 0)
-        weights = self.sign[bucket].double() * score / MOST**2
+        weights = self.sign[bucket].double() * score / INT8_MAX**2
         return self.target[bucket].long() * is_edge, weights * is_edge
 
 
 class Iterated(nn.Module):
-    """Iterated experts, adapters and a graph of codes, until enough of a position has halted."""
+    """Iterated experts, adapters and a graph of codes, with adaptive halting per position."""
 
     def __init__(self, part: Settings, spec: PartSpec, code_width: int) -> None:
         super().__init__()
@@ -202,58 +203,63 @@ class Iterated(nn.Module):
         shares: Tensor,
         reading: Reading,
     ) -> Tensor:
-        """Iterate the stream, (T, D), from the codes that a codebook chose, and their shares, (T,).
+        """Iterate the stream, (T, D), from a codebook's codes and their shares, (T,) each.
 
-        Book, codes and shares are only read if there are edges.
+        Codebook, codes and shares are only read if there are edges.
         """
         part, stream, result = self.part, start, torch.zeros_like(start)
         halted = torch.zeros_like(wide(start[:, 0]))
         for index, adapter in enumerate(self.adapters):
-            into, query, low, halting = self.inward(norm(stream)).split(self.sizes, dim=1)
+            x, query, low, halting = self.inward(norm(stream)).split(self.sizes, dim=1)
             if part["edges"]:
-                carried, strength, codes = self._hop(codes, book, start.dtype)
+                messages, strength, codes = self._hop(codes, book, start.dtype)
                 strength = strength * (1 + (shares - shares.detach())).to(start.dtype)[:, None]
             if part["graph_gate"]:
-                query = query + self.edge_query(carried) * strength
+                query = query + self.edge_query(messages) * strength
             if part["graph_adapters"]:
-                low = low * (1 + self.edge_scale(carried) * strength)
+                low = low * (1 + self.edge_scale(messages) * strength)
             change = adapter(norm(low))
             if part["experts"]:
-                change = change + self.output(norm(self.experts(query, into, reading) + into))
+                change = change + self.output(norm(self.experts(query, x, reading) + x))
             if part["edges"]:
-                change = change + self.message(carried) * strength
+                change = change + self.message(messages) * strength
             stream = start + KEEP * (stream - start) + change
             share = self.halt(index, halted, torch.sigmoid(wide(halting[:, 0]) + HALT_BIAS))
             result = result + share[:, None].to(start.dtype) * stream
             halted = halted + share
         return result
 
-    def halt(self, index: int, halted: Tensor, chance: Tensor) -> Tensor:
+    def halt(self, index: int, halted: Tensor, probability: Tensor) -> Tensor:
         """Compute the share of each position that halts in an iteration, (T,).
 
         Args:
             index: number of the iteration.
-            halted: (T,), share that has halted before; from `HALT_AT` on nothing more halts.
-            chance: (T,), share that halts, unless the rest does.
+            halted: (T,), share that has halted so far; at `HALT_SUM` or more nothing halts.
+            probability: (T,), share that halts now; the rest halts if this reaches `HALT_SUM`, and
+                in the last iteration.
         """
-        last = (halted + chance >= HALT_AT) | (index + 1 == len(self.adapters))
-        return torch.where(last, 1 - halted, chance) * (halted < HALT_AT)
+        last = (halted + probability >= HALT_SUM) | (index + 1 == len(self.adapters))
+        return torch.where(last, 1 - halted, probability) * (halted < HALT_SUM)
 
     def _hop(
         self, codes: Tensor, book: Codebook | Quantiser, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Follow the edges of codes: normalised messages, (T, width), strengths, the next codes."""
+        """Follow the edges of codes, (T,).
+
+        Returns:
+            Normalised messages, (T, width); their strengths, (T, 1); and the next codes, (T,).
+        """
         targets, weights = self.edges(codes)
         total = weights.abs().sum(dim=1, keepdim=True)
         shares = (weights / total.clamp(min=1e-6))[..., None]
         rows = (shares * book.values(targets, torch.float32)).sum(dim=1).to(dtype)
         best = weights.abs().argmax(dim=1, keepdim=True)
-        following = torch.where(total[:, 0] > 0, targets.gather(1, best)[:, 0], codes)
-        return norm(rows), total.clamp(max=1).to(dtype), following
+        next_codes = torch.where(total[:, 0] > 0, targets.gather(1, best)[:, 0], codes)
+        return norm(rows), total.clamp(max=1).to(dtype), next_codes
 
 
 class Router(nn.Module):
-    """Mixes taps of the stream by scores of the first, which is the stream as it ends."""
+    """Mixes taps of the stream by scores of the first one, the stream after the last block."""
 
     def __init__(self, taps: int, spec: PartSpec) -> None:
         super().__init__()

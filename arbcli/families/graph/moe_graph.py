@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.experts.mixture import Experts
-from arbcli.families.graph.codebook import Codebook, Found
+from arbcli.families.graph.codebook import Codebook, CodebookOutput
 from arbcli.families.graph.config import IteratedConfig
 from arbcli.families.graph.edges import Edges
 from arbcli.families.graph.quantiser import Quantiser
@@ -24,17 +24,17 @@ from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.parts.base import BlockInputs
 
-HALT_AT = 0.99
-"""A position is done when the sum of its halting probabilities reaches this."""
+HALT_SUM = 0.99
+"""Sum of halting probabilities at which a position halts."""
 HALT_BIAS = -1.0
-"""Bias of the halting logit: initially about a quarter halts in each iteration."""
+"""Bias of the halting logit, with which initially about a quarter halts in each iteration."""
 HALT_PRIOR = 0.25
-"""Halting probability of the geometric prior: see `ponder_cost`."""
+"""Halting probability of the geometric prior of `ponder_cost`."""
 KEEP = 0.95
 """Factor of the stream's difference from its initial value in each iteration."""
 
 
-class Iterated(NamedTuple):
+class IterationOutput(NamedTuple):
     """Result of the iterations for a stream of (B, T, D)."""
 
     x: Tensor
@@ -45,8 +45,8 @@ class Iterated(NamedTuple):
     def ponder_cost(self) -> Tensor:
         """Compute the KL divergence of halting from a geometric distribution, a scalar in nats.
 
-        Without it, all positions halt in the first iteration before later ones have learned
-        anything. Source: A. Banino et al., "PonderNet", https://arxiv.org/abs/2107.05407.
+        Without this loss, all positions learn to halt in the first iteration before later ones
+        have learned anything. Source: A. Banino et al., "PonderNet", https://arxiv.org/abs/2107.05407.
         """
         prior = [HALT_PRIOR * (1 - HALT_PRIOR) ** index for index in range(len(self.shares))]
         prior[-1] = 1 - sum(prior[:-1])
@@ -80,8 +80,8 @@ class MoEGraph(nn.Module):
         self.norm = layers.norm(spec.dim, spec)
         self.inward = layers.linear(sum(self.parts), spec.dim, spec, area=area)
         if config.experts:
-            own_spec = config.experts.own_spec(spec)
-            self.experts = Experts(config.experts, own_spec, width, query, area)
+            expert_spec = config.experts.part_spec(spec)
+            self.experts = Experts(config.experts, expert_spec, width, query, area)
             self.sub_norm = layers.norm(width, spec)
             self.output = layers.output(width, spec, area=area)
         self.adapter_norm = layers.norm(config.adapter_rank, spec)
@@ -102,9 +102,9 @@ class MoEGraph(nn.Module):
         self,
         x: Tensor,
         codebook: Codebook | Quantiser | None,
-        lookup: Found | None,
+        lookup: CodebookOutput | None,
         inputs: BlockInputs | None = None,
-    ) -> Iterated:
+    ) -> IterationOutput:
         """Iterate over the stream (B, T, D).
 
         Args:
@@ -122,7 +122,7 @@ class MoEGraph(nn.Module):
                 raise ValueError("a graph of codes needs a codebook and its result")
             codes = lookup.codes.flatten()
             if torch.is_grad_enabled():
-                self.edges.note(lookup.codes)
+                self.edges.record_codes(lookup.codes)
             # straight-through: the value is 1, and the gradient goes to the weight of the code
             confidence = (1 + lookup.confidence - lookup.confidence.detach()).reshape(-1, 1)
         halted = torch.zeros(len(stream), device=x.device)  # halted probability, 0..1
@@ -142,13 +142,13 @@ class MoEGraph(nn.Module):
             if codes is not None:
                 change = change + self.message(rows, self.message_norm) * strength
             stream = start + KEEP * (stream - start) + change
-            halt = torch.sigmoid(halting[:, 0].float() + HALT_BIAS)
-            last = (halted + halt >= HALT_AT) | (index == len(self.adapters) - 1)
-            share = torch.where(last, 1 - halted, halt) * (halted < HALT_AT)
+            p = torch.sigmoid(halting[:, 0].float() + HALT_BIAS)
+            last = (halted + p >= HALT_SUM) | (index == len(self.adapters) - 1)
+            share = torch.where(last, 1 - halted, p) * (halted < HALT_SUM)
             shares.append(share)
             result = result + share[:, None].to(x.dtype) * stream
-            halted = torch.where(last, 1.0, halted + halt)
-        return Iterated(result.view(batch, length, dim), torch.stack(shares))
+            halted = torch.where(last, 1.0, halted + p)
+        return IterationOutput(result.view(batch, length, dim), torch.stack(shares))
 
     def _hop(
         self, codes: Tensor, confidence: Tensor, codebook: Codebook | Quantiser, dtype: torch.dtype

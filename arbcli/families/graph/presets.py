@@ -94,9 +94,9 @@ def graph(
     mixture = build_experts(
         experts, "moe_top_k", moe_top_k, expert_ffn, moe_gate, shared_expert, moe_clamp
     )
-    wanted = {"graph": graph_gate or graph_adapters, "moe": graph_gate}
-    for name, has in (("graph", graph), ("moe", moe)):
-        if wanted[name] and not has:
+    needed = {"graph": graph_gate or graph_adapters, "moe": graph_gate}
+    for name, enabled in (("graph", graph), ("moe", moe)):
+        if needed[name] and not enabled:
             option = "graph_gate" if graph_gate else "graph_adapters"
             raise setting_error(
                 f"`{option}` needs `{name}`, which this model does not have",
@@ -112,7 +112,7 @@ def graph(
         graph_gate=graph_gate,
         graph_adapters=graph_adapters,
     )
-    # the same norms as in files of before, which had no choice of them
+    # norms as in earlier versions, which had no setting for them
     mixer = LatentAttentionConfig(heads=heads, latent=latent, rotary=rotary)
     block = BlockConfig(mixer=mixer if attention else None, channel=MLPConfig(width=ffn))
     memories = config.MemoriesConfig(
@@ -133,11 +133,11 @@ def graph(
     return ModelConfig(ctx=ctx, stages=(stage,), beside=tuple(beside), head=head, **storage)
 
 
-def adapted(options: dict[str, Any]) -> dict[str, Any]:
+def adapt_options(options: dict[str, Any]) -> dict[str, Any]:
     """Replace the options `attention` and `top_k_experts` by arguments of the form.
 
     Raises:
-        ArbError: there is no such attention, or the number of experts is given twice.
+        ArbError: `attention` is invalid, or the number of experts is given twice.
     """
     adapted = dict(options)
     if isinstance(attention := options.get("attention"), str):
@@ -146,18 +146,18 @@ def adapted(options: dict[str, Any]) -> dict[str, Any]:
     if "top_k_experts" in options:
         if "moe_top_k" in options:
             raise setting_error(
-                "`top_k_experts` and `moe_top_k` both say how many experts a position uses",
+                "`top_k_experts` and `moe_top_k` both set the number of experts per position",
                 "give one of them",
             )
         adapted["moe_top_k"] = adapted.pop("top_k_experts")
     return adapted
 
 
-LARGEST = {
+MAX_SIZES = {
     "layers": MAX_BLOCKS, "max_moe_iters": 256, "ngram_rows": 2**31 - 1, "memory_rows": 2**31 - 1,
 }  # fmt: skip
 """Upper bounds of sizes by argument."""
-FORM = Form(graph, LARGEST, adapted)
+FORM = Form(graph, MAX_SIZES, adapt_options)
 PRESETS: dict[str, dict[str, Any]] = {
     "arb-tiny": dict(
         dim=256, layers=4, heads=4, ffn=832, ctx=256, rule="moment",

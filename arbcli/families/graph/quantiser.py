@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.layer_spec import LayerSpec
-from arbcli.families.graph.codebook import Found, alive_gauge
+from arbcli.families.graph.codebook import CodebookOutput, alive_gauge
 from arbcli.families.graph.config import QuantiserConfig
 from arbcli.families.graph.kernels.nearest_codes import nearest_codes
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
@@ -70,7 +70,7 @@ class Quantiser(StepMemory):
         self.sub_norm = layers.norm(config.width, spec)
         self.output = layers.output(config.width, spec, area=area)
 
-    def forward(self, x: Tensor) -> Found:
+    def forward(self, x: Tensor) -> CodebookOutput:
         """Quantise a stream, (B, T, D), and compute the commitment loss."""
         z = self.query(x, self.norm).float()
         z = z * torch.rsqrt(z.square().mean(dim=-1, keepdim=True) + NORM_EPS)
@@ -80,13 +80,13 @@ class Quantiser(StepMemory):
             rows = self.codes[chosen].view(z.shape).float() / UNIT
         cost = None
         if torch.is_grad_enabled():
-            self.record("seen", q)
+            self.record("vectors", q)
             self.record("chosen", chosen)
             cost = (z - rows).square().mean()
         values = (rows + (z - z.detach())).to(x.dtype)
         codes = chosen.view(x.shape[:-1])
-        sure = torch.ones(codes.shape, device=x.device)
-        return Found(self.output(values, self.sub_norm), codes, sure, cost)
+        confidence = torch.ones(codes.shape, device=x.device)
+        return CodebookOutput(self.output(values, self.sub_norm), codes, confidence, cost)
 
     def table(self, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum weighted codes like `TernaryTable`; the codes get no gradient.
@@ -106,7 +106,7 @@ class Quantiser(StepMemory):
     def finish_step(self) -> None:
         """Update the selected codes, and replace dead ones."""
         if self.records:
-            q, chosen = (torch.cat(self.records[name]) for name in ("seen", "chosen"))
+            q, chosen = (torch.cat(self.records[name]) for name in ("vectors", "chosen"))
             self._move_selected(q, chosen)
             self._replace_dead(q)
         self.forget()
@@ -115,9 +115,9 @@ class Quantiser(StepMemory):
         """Set each selected code to the weighted mean of itself and its positions."""
         order = chosen.argsort(stable=True)
         ordered, number = chosen[order], len(self.codes)
-        begins = torch.ones_like(ordered, dtype=torch.bool)
-        begins[1:] = ordered[1:] != ordered[:-1]
-        slot = begins.cumsum(0) - 1  # index of each position's code among the selected ones
+        is_first = torch.ones_like(ordered, dtype=torch.bool)
+        is_first[1:] = ordered[1:] != ordered[:-1]
+        slot = is_first.cumsum(0) - 1  # index of each position's code among the selected ones
         rows = torch.full_like(ordered, number).scatter_(0, slot, ordered)
         count = torch.zeros(len(rows), 1, dtype=torch.int32, device=q.device)
         count.index_add_(0, slot, torch.ones_like(count))
@@ -125,27 +125,27 @@ class Quantiser(StepMemory):
         total.index_add_(0, slot, q[order].int())
         old, uses = gather_rows(self.codes, rows).int(), gather_rows(self.uses, rows).int()
         weight = uses.clamp(max=MEMORY)
-        shares = (weight + count).clamp(min=1)
+        total_weight = (weight + count).clamp(min=1)
         total += weight * old
-        total += _bits(rows, q.shape[1], self.hand) % shares
-        moved = total.div_(shares, rounding_mode="floor").clamp_(-INT8_MAX, INT8_MAX)
-        scatter_rows_(self.codes, rows, moved.to(torch.int8))
+        total += _random_bits(rows, q.shape[1], self.hand) % total_weight
+        means = total.div_(total_weight, rounding_mode="floor").clamp_(-INT8_MAX, INT8_MAX)
+        scatter_rows_(self.codes, rows, means.to(torch.int8))
         scatter_rows_(self.uses, rows, (uses + count).clamp(max=INT8_MAX).to(torch.int8))
         lives = torch.full_like(rows, self.config.patience, dtype=torch.int8)
         scatter_rows_(self.lives, rows, lives[:, None])
 
     def _replace_dead(self, q: Tensor) -> None:
-        """Take one life of the next codes, and replace those without lives by vectors."""
+        """Take one life of the next codes, and replace those without lives by rows of q."""
         number = len(self.codes)
         size = min(len(q), number)
-        looked_at = (self.hand + torch.arange(size, device=q.device)) % number
-        lives = (gather_rows(self.lives, looked_at) - 1).clamp_(min=0)
+        visited = (self.hand + torch.arange(size, device=q.device)) % number
+        lives = (gather_rows(self.lives, visited) - 1).clamp_(min=0)
         dead = lives[:, 0] == 0
-        rows = torch.where(dead, looked_at, number)
+        rows = torch.where(dead, visited, number)
         scatter_rows_(self.codes, rows, q[:size])
         scatter_rows_(self.uses, rows, torch.ones_like(lives))
         lives = torch.where(dead[:, None], self.config.patience, lives).to(torch.int8)
-        scatter_rows_(self.lives, looked_at, lives)
+        scatter_rows_(self.lives, visited, lives)
         self.hand.copy_((self.hand + size) % number)
 
     def gauges(self) -> dict[str, float]:
@@ -153,8 +153,8 @@ class Quantiser(StepMemory):
         return alive_gauge(self.area, float((self.uses > 1).float().mean()))
 
 
-def _bits(rows: Tensor, width: int, step: Tensor) -> Tensor:
-    """Hash row, column and step to 0..2**24-1: (R, width) int32."""
+def _random_bits(rows: Tensor, width: int, step: Tensor) -> Tensor:
+    """Hash row, column and step to (R, width) int32 in 0..2**24-1."""
     key = (rows[:, None] * width + torch.arange(width, device=rows.device)) * 2**20 + step
     mixed = (key + 1) * MIX
     mixed = (mixed ^ (mixed >> 29)) * MIX

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from arbcli.families.graph.modeling import HALT_AT, UNIT, Codebook, Iterated, Quantiser, row_scores
+from arbcli.families.graph.modeling import HALT_SUM, UNIT, Codebook, Iterated, Quantiser, row_scores
 
 if TYPE_CHECKING:
     from arbcli.verify.reference import Reference
@@ -31,9 +31,9 @@ def choose_rows(
     model_choice = model.model_choice(name)
     if model_choice is None:
         return Codebook.choose(book, left, right)
-    every = (left[..., :, None] + right[..., None, :]).flatten(-2)
+    all_scores = (left[..., :, None] + right[..., None, :]).flatten(-2)
     rows = model_choice[0][: len(left)]
-    model.judge(row_scores(left, right, rows), every)
+    model.judge(row_scores(left, right, rows), all_scores)
     return rows
 
 
@@ -58,7 +58,7 @@ def choose_code(model: "Reference", name: str, book: Quantiser, z: Tensor) -> Te
 
 
 def halt(
-    model: "Reference", name: str, part: Iterated, index: int, halted: Tensor, chance: Tensor
+    model: "Reference", name: str, part: Iterated, index: int, halted: Tensor, probability: Tensor
 ) -> Tensor:
     """Halt in the iterations in which the model did, and note their cost: `Iterated.halt`.
 
@@ -68,22 +68,22 @@ def halt(
         part: the iterated experts.
         index: number of the iteration.
         halted: (T,) float64, share of each position that has halted before.
-        chance: (T,) float64, share that halts unless the rest does.
+        probability: (T,) float64, share that halts unless the rest does.
 
     Returns:
         (T,) float64, share that halts in this iteration.
     """
     model_choice, last = model.model_choice(name), index + 1 == len(part.adapters)
     if model_choice is None:
-        share = Iterated.halt(part, index, halted, chance)
+        share = Iterated.halt(part, index, halted, probability)
     else:
         iteration = model_choice[0][: len(halted)]
         running, halts = iteration >= index, iteration <= index
         if not last:
-            gone = (halted + chance).detach()[running]
-            within = torch.where(halts[running], gone.clamp(min=HALT_AT), gone.clamp(max=HALT_AT))
-            model.scores.append((gone, within))
-        share = torch.where(halts | last, 1 - halted, chance) * running
+            total = (halted + probability).detach()[running]
+            above, below = total.clamp(min=HALT_SUM), total.clamp(max=HALT_SUM)
+            model.scores.append((total, torch.where(halts[running], above, below)))
+        share = torch.where(halts | last, 1 - halted, probability) * running
     shares = model.notes.setdefault(name, [])
     shares.append(share)
     if last:
@@ -92,13 +92,13 @@ def halt(
 
 
 def ponder_costs(shares: Tensor) -> Tensor:
-    """Measure the distance of (iterations, T) shares from the expected ones, in nats: (T,).
+    """Compute the KL divergence of (iterations, T) halting shares from the prior, (T,) in nats.
 
-    Each iteration ought to halt a quarter of the rest, and the last one all of it.
+    By the prior, each iteration halts a quarter of the rest, and the last one all of it.
     """
-    cost, left = shares.new_zeros(shares.shape[1]), 1.0
+    cost, remaining = shares.new_zeros(shares.shape[1]), 1.0
     for index, share in enumerate(shares):
-        expected = left if index == len(shares) - 1 else left * HALT_PRIOR
-        left -= expected
+        expected = remaining if index == len(shares) - 1 else remaining * HALT_PRIOR
+        remaining -= expected
         cost = cost + share * torch.log(share.clamp(min=1e-6) / expected)
     return cost

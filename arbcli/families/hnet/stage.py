@@ -45,7 +45,7 @@ class Stage(nn.Module, JoinedStatistics):
         stage = config.stages[index]
         self.chunking, self.index, self.config = config.chunkings[index], index, config
         outer = config.layer_spec(index, len(stage.before))
-        spec, inner = self.chunking.own_spec(outer), config.layer_spec(index + 1)
+        spec, inner = self.chunking.part_spec(outer), config.layer_spec(index + 1)
         parts = layers_for(spec)
         self.encoder = Stack(stage.before, stage, outer)
         self.router = (

@@ -138,7 +138,7 @@ def build_part(config: PartConfig, spec: LayerSpec, *arguments: Any) -> Any:
         spec: storage settings and width; a rule of the configuration overrides that of the spec.
         arguments: further arguments of the module's class.
     """
-    return imported(config.module)(config, config.own_spec(spec), *arguments)
+    return imported(config.module)(config, config.part_spec(spec), *arguments)
 
 
 class Part(nn.Module):

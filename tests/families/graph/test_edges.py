@@ -40,7 +40,7 @@ class Slow:
             if self.find(code)[way][0] >= 0:
                 self.votes[code % BUCKETS][way] -= (grad > 0) - (grad < 0)
 
-    def note(self, codes):
+    def record_codes(self, codes):
         for row in codes:
             self.pairs += pairwise(row)
 
@@ -82,7 +82,7 @@ def step(graph: Edges, slow: Slow | None, seed: int) -> None:
     weights.backward(grad)
     batches = [draw((2, 5), CODES // 2, seed + i) for i in (1, 2)]
     for batch in batches:
-        graph.note(batch)
+        graph.record_codes(batch)
     if slow:
         for row, code in enumerate(codes.tolist()):
             edges_of_code = slow.find(code)
@@ -90,7 +90,7 @@ def step(graph: Edges, slow: Slow | None, seed: int) -> None:
             assert weights[row].tolist() == pytest.approx([weight for _, weight in edges_of_code])
             slow.vote(code, grad[row].tolist())
         for batch in batches:
-            slow.note(batch.tolist())
+            slow.record_codes(batch.tolist())
         slow.finish_step()
     graph.finish_step()
 

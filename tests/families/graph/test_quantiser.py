@@ -7,7 +7,7 @@ import torch
 from graph_parts import initialised, normal, spec
 
 from arbcli.families.graph.config import QuantiserConfig
-from arbcli.families.graph.quantiser import INT8_MAX, MEMORY, UNIT, Quantiser, _bits
+from arbcli.families.graph.quantiser import INT8_MAX, MEMORY, UNIT, Quantiser, _random_bits
 
 CONFIG = QuantiserConfig(codes=37, width=12, patience=3)
 
@@ -22,7 +22,7 @@ def stepped(tested: Quantiser, q: torch.Tensor, chosen: torch.Tensor) -> None:
     """Do by numbers of Python what a step does, and compare."""
     codes, uses = tested.codes.tolist(), tested.uses[:, 0].tolist()
     lives, hand = tested.lives[:, 0].tolist(), int(tested.hand)
-    bits = _bits(torch.arange(len(codes)), 12, tested.hand).tolist()
+    bits = _random_bits(torch.arange(len(codes)), 12, tested.hand).tolist()
     for code in {*chosen.tolist()}:
         vectors = q[chosen == code].tolist()
         weight = min(uses[code], MEMORY)
@@ -36,7 +36,7 @@ def stepped(tested: Quantiser, q: torch.Tensor, chosen: torch.Tensor) -> None:
         lives[place] -= lives[place] > 0
         if lives[place] == 0:
             codes[place], uses[place], lives[place] = q[index].tolist(), 1, CONFIG.patience
-    tested.records = {"seen": list(q.split(4)), "chosen": list(chosen.split(4))}
+    tested.records = {"vectors": list(q.split(4)), "chosen": list(chosen.split(4))}
     tested.finish_step()
     tested.finish_step()  # nothing was seen since
     assert tested.codes.tolist() == codes
@@ -56,10 +56,10 @@ def test_step_equals_integers(positions):
 
 def test_codes_are_rounded_without_bias():
     """10.25 is 11 a fourth of the time: four standard errors are 0.028."""
-    steps = [_bits(torch.arange(40), 12, torch.tensor([step])) for step in range(4)]
+    steps = [_random_bits(torch.arange(40), 12, torch.tensor([step])) for step in range(4)]
     assert torch.stack(steps).unique().numel() == 40 * 12 * 4
     rows = torch.arange(4000)
-    rounded = (4 * 10 + 1 + _bits(rows, 1, torch.zeros(1, dtype=torch.int32)) % 4) // 4
+    rounded = (4 * 10 + 1 + _random_bits(rows, 1, torch.zeros(1, dtype=torch.int32)) % 4) // 4
     assert {*rounded.flatten().tolist()} == {10, 11}
     assert abs(float((rounded == 11).float().mean()) - 0.25) < 0.028
 
@@ -84,7 +84,7 @@ def test_processes_step_by_the_data_of_all():
     for x, other in zip(xs, others, strict=True):
         alone(x)
         other(x)
-    seen, chosen = ([other.records[name][0] for other in others] for name in ("seen", "chosen"))
+    seen, chosen = ([other.records[name][0] for other in others] for name in ("vectors", "chosen"))
     alone.finish_step()
     for other in others:
         told = iter((seen, chosen))
