@@ -154,7 +154,7 @@ def test_tuned_model_continues_alike_elsewhere(transformers, tmp_path, arb_here,
     done = arb_here(*tune, "--weights", "anneal")
     assert "error: `bitnet` has norms with gains before each product, and trits" in done.stderr
     done = arb_here("export", "tuned", "--to", "gguf", "--out", "back.gguf")
-    assert "error: llama.cpp computes a BitNet with SiLU" in done.stderr
+    assert "error: llama.cpp computes the MLP of a BitNet with SiLU" in done.stderr
     assert not (tmp_path / "back.gguf").exists()
 
 

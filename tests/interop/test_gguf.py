@@ -21,7 +21,7 @@ from arbcli.interop.gguf import container
 from arbcli.interop.gguf import export as gguf
 from arbcli.interop.gguf.block_types import F32
 from arbcli.interop.gguf.container import Entry, GGUFFile
-from arbcli.interop.gguf.tokens import PATTERNS, _ends, token_keys
+from arbcli.interop.gguf.tokens import PATTERNS, _special_ids, token_keys
 from arbcli.interop.huggingface.dense import known_shape, read, sources
 from arbcli.model.build import build_model
 
@@ -52,7 +52,7 @@ def test_overlapping_tensors_are_refused(tmp_path):
     with path.open("wb") as file:
         container.write_gguf(file, {}, entries, [part, part])
     assert [*GGUFFile(path).entries] == ["a", "b"]
-    content, of_second = path.read_bytes(), struct.pack("<IQ", F32.number, 512)
+    content, of_second = path.read_bytes(), struct.pack("<IQ", F32.type_id, 512)
     assert content.count(of_second) == 1
     path.write_bytes(content.replace(of_second, bytes(12))[:-512])
     with pytest.raises(ArbError, match="overlap"):
@@ -120,7 +120,7 @@ def test_rows_of_queries_and_keys_are_turned_with_their_biases():
     assert shape.architecture.interleaved
     with torch.device("meta"):
         model = build_model(config)
-    orders = [gguf._order(source, shape, shape.architecture) for source in sources(model)]
+    orders = [gguf._row_orders(source, shape, shape.architecture) for source in sources(model)]
     assert {name for order in orders for name in order} == {
         f"blk.{index}.attn_{part}.{kind}"
         for index in range(config.layers) for part in "qk" for kind in ("weight", "bias")
@@ -194,9 +194,9 @@ def test_ends_of_texts_are_those_that_generation_has(tmp_path):
     """It says by which tokens an answer ends; what it leaves out the model's own settings say."""
     of_model = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     write_json(tmp_path / CONFIG, of_model)
-    assert _ends(tmp_path) == {"bos": 1, "eos": 2, "padding": 0}
+    assert _special_ids(tmp_path) == {"bos": 1, "eos": 2, "padding": 0}
     write_json(tmp_path / GENERATION, {"eos_token_id": [7, 2], "bos_token_id": -1})
-    assert _ends(tmp_path) == {"bos": 1, "eos": 7, "padding": 0}
+    assert _special_ids(tmp_path) == {"bos": 1, "eos": 7, "padding": 0}
 
 
 BYTEWISE = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,

@@ -1,8 +1,9 @@
 """Export to GGUF, the format of llama.cpp: models of dense blocks without sub-norms.
 
-llama.cpp rotates the numbers 2 i and 2 i + 1 of a head of a Llama or a Mistral as a pair, and those
-of other models as ours are, i and i + d / 2. So rows of queries and keys of the former go in the
-order 0, d / 2, 1, d / 2 + 1 and so on. Angles scaled as Llama 3's are have a tensor of divisors.
+llama.cpp rotates the elements 2 i and 2 i + 1 of a head as a pair in Llama and Mistral, and the
+elements i and i + d / 2, as arb does, in other models. Rows of queries and keys of the former are
+written in the order 0, d / 2, 1, d / 2 + 1 and so on. Angles that are scaled as in Llama 3 need a
+tensor of divisors.
 """
 
 import re
@@ -43,11 +44,11 @@ from arbcli.model.layers.rotary import rotary_rates
 from arbcli.model.packed import TernaryTensor
 
 END = 0
-"""The byte that ends a text: no text has it, and generation stops there."""
-ROTATED = re.compile(r"\.attn_[qk]\.")
-"""Pattern of the names of matrices and biases whose results are rotated."""
+"""Byte that ends a text in generation; no text contains it."""
+ROTATED_NAMES = re.compile(r"\.attn_[qk]\.")
+"""Pattern of the names of matrices and biases of rotated queries and keys."""
 TYPE_OF_GROUP_SIZE = {32: Q4_0, 96: Q4_0, 64: Q2_0, 128: Q2_0}
-"""The smallest type that holds trits, by the weights that share a scale; for others BF16."""
+"""Smallest type that represents trits, by the number of weights per scale; BF16 for others."""
 
 
 def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> BlockType:
@@ -64,14 +65,14 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
         The type of the matrices.
 
     Raises:
-        ArbError: GGUF cannot hold the model, or the file cannot be written.
+        ArbError: GGUF cannot represent the model, or the file cannot be written.
     """
     config = weights.model.config
-    shape = _known_shape(config)
+    shape = _supported_shape(config)
     companions = companions_of(weights.path.parent, config)
     tokenizer = tokenizer_of(weights)
     architecture = shape.architecture
-    if companions is not None:  # the one that it was imported from
+    if companions is not None:  # of the imported model
         architecture = dense.ARCHITECTURES[read_json(companions / CONFIG, {})["model_type"]]
     check_architecture(config, architecture)
     if tokenizer:
@@ -83,45 +84,44 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
             f"`{weights.path.parent}` has no `{TOKENIZER}`, and GGUF holds a tokenizer",
             "put that of the model there, or use `--to hf`",
         )
-    chosen = TYPES[kind] if kind else smallest_type(config)
-    pairs = [
+    typed_sources = [
         (source, TYPES[kind] if kind else smallest_type(config, source.tensor))
         for source in dense.sources(weights.model)
     ]
-    entries = [_entry(part, type) for source, type in pairs for part in source.parts]
+    entries = [_entry(part, type) for source, type in typed_sources for part in source.parts]
     keys = _keys(shape, name, weights, architecture) | tokens
     divisors = _divisors(shape)
     if divisors is not None:
         entries.append(container.Entry("rope_freqs.weight", tuple(divisors.shape), F32))
 
-    def parts() -> Iterator[Tensor]:
-        for source, type in pairs:
-            yield from _encoded(source, type, _order(source, shape, architecture))
+    def tensors() -> Iterator[Tensor]:
+        for source, type in typed_sources:
+            yield from _encode_parts(source, type, _row_orders(source, shape, architecture))
         if divisors is not None:
             yield encode_numbers("rope_freqs.weight", divisors, F32)
 
-    write_file(path, lambda file: container.write_gguf(file, keys, entries, parts()))
-    return chosen
+    write_file(path, lambda file: container.write_gguf(file, keys, entries, tensors()))
+    return TYPES[kind] if kind else smallest_type(config)
 
 
 def check_architecture(config: ModelConfig, architecture: dense.Architecture) -> None:
-    """Check that llama.cpp supports a model's settings in an architecture.
+    """Check that llama.cpp's implementation of an architecture supports a model's settings.
 
     Raises:
-        ArbError: it is refused.
+        ArbError: a setting is not supported.
     """
     shape = dense.known_shape(config)
     scaling = shape.rotary.scaling
     is_yarn = scaling == "yarn"
-    refused = {
+    unsupported = {
         "bounds of yarn other than 1 and 32": is_yarn and shape.rotary.bounds != (1, 32),
         f"positions scaled as by `{scaling}`": scaling == "llama3" and architecture.gguf != "llama",
         "biases": architecture.gguf == "qwen3" and shape.bias,
         f"heads of {shape.head_width} numbers": architecture.gguf == "qwen2"
         and shape.heads * shape.head_width != shape.dim,
     }
-    for part, present in refused.items():
-        if present:
+    for part, is_present in unsupported.items():
+        if is_present:
             raise ArbError(
                 f"arb writes no {part} for llama.cpp's {architecture.gguf}",
                 dense.other_formats(config),
@@ -137,30 +137,30 @@ def _divisors(shape: dense.Shape) -> Tensor | None:
 
 
 def read_reordered(file: container.GGUFFile, name: str) -> Tensor:
-    """Read a matrix, (N, K), or a vector as float32, with its rows in the order of `arb`.
+    """Decode a matrix, (N, K), or a vector to float32, with its rows in the order of `arb`.
 
     Raises:
         KeyError: the file has no tensor of this name.
     """
     weight, kind = file.tensor(name), file.keys.get("general.architecture")
     width = file.keys.get(f"{kind}.attention.key_length")
-    rotated = any(
+    interleaved = any(
         known.gguf == kind and known.interleaved for known in dense.ARCHITECTURES.values()
     )
-    if not (rotated and ROTATED.search(name) and width and len(weight) % width == 0):
+    if not (interleaved and ROTATED_NAMES.search(name) and width and len(weight) % width == 0):
         return weight
     return weight.unflatten(0, (-1, width // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _order(
+def _row_orders(
     source: dense.Source, shape: dense.Shape, architecture: dense.Architecture
 ) -> dict[str, Tensor]:
-    """Return the row order of each tensor that is written in another order, int64 by name."""
+    """Return row indices, int64, of each tensor whose rows are reordered, by name."""
     if not architecture.interleaved:
         return {}
     orders = {}
     for part in source.parts:
-        if ROTATED.search(part.gguf):
+        if ROTATED_NAMES.search(part.gguf):
             rows = torch.arange(part.shape[0]).view(-1, 2, shape.head_width // 2)
             orders[part.gguf] = rows.transpose(1, 2).flatten()
     return orders
@@ -169,9 +169,9 @@ def _order(
 def smallest_type(
     config: ModelConfig, tensor: TernaryTensor | FloatWeight | None = None
 ) -> BlockType:
-    """Choose the smallest type for a tensor of a model, or for its blocks; float32 for a baseline.
+    """Choose the smallest type for a tensor, or None for the blocks; F32 for a baseline.
 
-    All digits of the embedding and the head of a ternary model have another type than its blocks.
+    An embedding or a head that is read with all digits has another type than ternary blocks.
     """
     if config.weights != "ternary":
         return F32
@@ -181,23 +181,23 @@ def smallest_type(
     return trit_type if is_ternary or trit_type is BF16 else Q8_0
 
 
-def _known_shape(config: ModelConfig) -> dense.Shape:
-    """Return the shape of a model that some architecture can represent.
+def _supported_shape(config: ModelConfig) -> dense.Shape:
+    """Return the shape of a model that an architecture of llama.cpp can represent.
 
     Raises:
-        ArbError: none can.
+        ArbError: no architecture can.
     """
     dense.check_attention(config)
     shape = dense.shape_of(config)
     if shape is None:
         raise ArbError(
-            "GGUF has no architecture with more than dense blocks of attention",
+            "GGUF has no architecture with blocks other than dense attention and MLP",
             f"{dense.other_formats(config)}; or train one of tiny, small, base and 1b,"
             " with `--no-sub-norms`",
         )
     if shape.bitnet:
         raise ArbError(
-            "llama.cpp computes a BitNet with SiLU, and this one has relu(gate)**2",
+            "llama.cpp computes the MLP of a BitNet with SiLU, and this one has relu(gate)**2",
             "use `--to hf`, or `--to safetensors`, which arb reads",
         )
     if shape.sub_norms:
@@ -212,8 +212,10 @@ def _entry(part: dense.Part, kind: BlockType) -> container.Entry:
     return container.Entry(part.gguf, part.shape, kind if len(part.shape) == 2 else F32)
 
 
-def _encoded(source: dense.Source, kind: BlockType, orders: dict[str, Tensor]) -> Iterator[Tensor]:
-    """Write the parts of a tensor as the bytes of a type; those of a vector are float32."""
+def _encode_parts(
+    source: dense.Source, kind: BlockType, orders: dict[str, Tensor]
+) -> Iterator[Tensor]:
+    """Encode the parts of a tensor in a type; vectors are float32."""
     all_rows = slice(None)
     is_matrix = len(source.parts[0].shape) == 2
     if not is_matrix or kind.dtype is not None:
@@ -234,9 +236,9 @@ def _encoded(source: dense.Source, kind: BlockType, orders: dict[str, Tensor]) -
 def _keys(
     shape: dense.Shape, name: str, weights: Weights, architecture: dense.Architecture
 ) -> dict[str, tuple[int, Any]]:
-    """Return the metadata of the model and its origin."""
+    """Return the metadata of the model and of its checkpoint."""
     windows, rotary = [window for window in shape.windows if window], shape.rotary
-    ours: dict[str, tuple[int, Any]] = {
+    fields: dict[str, tuple[int, Any]] = {
         "context_length": (container.UINT32, min((shape.ctx, *windows))),
         "embedding_length": (container.UINT32, shape.dim),
         "block_count": (container.UINT32, shape.layers),
@@ -250,17 +252,17 @@ def _keys(
         "vocab_size": (container.UINT32, shape.vocabulary),
     }
     if architecture.interleaved:
-        ours["rope.dimension_count"] = (container.UINT32, shape.head_width)
+        fields["rope.dimension_count"] = (container.UINT32, shape.head_width)
     if rotary.scaling in ("linear", "yarn"):
-        ours["rope.scaling.type"] = (container.STRING, rotary.scaling)
-        ours["rope.scaling.factor"] = (container.FLOAT32, rotary.factor)
+        fields["rope.scaling.type"] = (container.STRING, rotary.scaling)
+        fields["rope.scaling.factor"] = (container.FLOAT32, rotary.factor)
     if rotary.scaling == "yarn":
-        ours["rope.scaling.original_context_length"] = (container.UINT32, rotary.original_ctx)
+        fields["rope.scaling.original_context_length"] = (container.UINT32, rotary.original_ctx)
     return {
         "general.architecture": (container.STRING, architecture.gguf),
         "general.name": (container.STRING, name),
         "general.quantization_version": (container.UINT32, 2),
-        **{f"{architecture.gguf}.{key}": value for key, value in ours.items()},
+        **{f"{architecture.gguf}.{key}": value for key, value in fields.items()},
         "arb.step": (container.UINT32, weights.checkpoint.step),
         "arb.origin": (container.STRING, weights.origin),
     }

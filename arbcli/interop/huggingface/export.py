@@ -184,7 +184,7 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType, divi
     def declare(name: str, kind: BlockType, shape: tuple[int, ...]) -> None:
         nonlocal end
         begin, end = end, end + kind.num_bytes(math.prod(shape))
-        stored = [shape[0] // kind.block, *shape[1:]]
+        stored = [shape[0] // kind.block_size, *shape[1:]]
         header[name] = {"dtype": kind.name, "shape": stored, "data_offsets": [begin, end]}
 
     for source in model_sources:
