@@ -1,4 +1,4 @@
-"""Reading at most a bounded number of bytes of a file of any length."""
+"""Files of which at most a given number of bytes is read."""
 
 import os
 from pathlib import Path
@@ -9,28 +9,28 @@ from arbcli.base.reading import opened
 HEADER_BYTES = 2**24
 """Maximum number of bytes that are read to determine a file's content."""
 MIN_READ = 64
-"""Minimum size that a read counts as, since a decoder may search for a marker byte by byte."""
+"""Minimum number of bytes that a read counts, as a decoder may search for a marker bytewise."""
 
 
 class BoundedFile:
-    """A file of which at most a number of bytes can be read, counting bytes that are read again.
+    """A file with a limit on the number of bytes read, including repeated reads.
 
-    Decoders may read all of a file that is damaged or forged: a PNG may have gigabytes of comments
-    before its pixels.
+    Decoders may read all of a damaged or forged file: a PNG may have gigabytes of comments before
+    its pixels.
 
     Args:
         path: path of the file.
-        limit: maximum number of bytes to read, which `allow` raises.
+        limit: maximum number of bytes to read; `allow` raises it.
 
     Raises:
         OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
-        self._file, self._left, self._allowed = opened(path), limit, limit
+        self._file, self._remaining, self._limit = opened(path), limit, limit
         self._size = os.fstat(self._file.fileno()).st_size
-        self.cut_by = ""
-        """Reason why the file ended early; empty if no read exceeded the bound."""
+        self.stop_reason = ""
+        """Reason why the file ended early; empty if no read exceeded the limit."""
 
     def __enter__(self) -> "BoundedFile":
         return self
@@ -43,25 +43,25 @@ class BoundedFile:
     ) -> None:
         self._file.close()
 
-    def allow(self, more: int) -> None:
-        """Raise the maximum by a number of bytes."""
-        self._left += more
-        self._allowed += more
+    def allow(self, num_bytes: int) -> None:
+        """Raise the limit by a number of bytes."""
+        self._remaining += num_bytes
+        self._limit += num_bytes
 
     def read(self, size: int = -1) -> bytes:
-        """Read `size` bytes or the rest of the file; fewer at its end, or at the bound."""
-        remaining = max(0, self._size - self._file.tell())
-        length = remaining if size < 0 else min(size, remaining)
-        if length > self._left:
-            self.cut_by = f"its decoder reads more than the {self._allowed:,} bytes of its bound"
-        content = self._file.read(min(length, self._left))
-        self._left -= min(self._left, max(MIN_READ, len(content)))
+        """Read `size` bytes or the rest of the file; fewer at its end, or at the limit."""
+        rest = max(0, self._size - self._file.tell())
+        length = rest if size < 0 else min(size, rest)
+        if length > self._remaining:
+            self.stop_reason = f"its decoder reads more than its limit of {self._limit:,} bytes"
+        content = self._file.read(min(length, self._remaining))
+        self._remaining -= min(self._remaining, max(MIN_READ, len(content)))
         return content
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Seek to a position, clamped to the start, and return its offset."""
-        begin = (0, self._file.tell(), self._size)[whence]
-        return self._file.seek(max(0, begin + offset))
+        """Seek to an offset, at least 0, and return it."""
+        origin = (0, self._file.tell(), self._size)[whence]
+        return self._file.seek(max(0, origin + offset))
 
     def tell(self) -> int:
         """Return the offset in the file."""

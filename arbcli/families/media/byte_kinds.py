@@ -7,14 +7,14 @@ from torch import Tensor
 
 from arbcli.data.text import Text
 from arbcli.families.media.config import KINDS
-from arbcli.families.media.evaluation import parts_of
+from arbcli.families.media.evaluation import find_parts
 
 
 class ByteKinds:
     """Looks up the kinds of the bytes of a text, as indices into `KINDS`."""
 
     def __init__(self, text: Text) -> None:
-        parts = [*parts_of(text)]
+        parts = [*find_parts(text)]
         edges = [edge for part in parts for edge in (part.start, part.stop)]
         self._edges = torch.tensor(edges, dtype=torch.int64, device="cpu")
         media_kinds = (KINDS.index(part.header.kind) for part in parts)

@@ -46,13 +46,13 @@ class CompositeConfig(PartConfig):
         Raises:
             ArbError: a setting cannot be combined with a composite head.
         """
-        for name, is_there in (
+        for name, is_set in (
             ("ahead", config.ahead is not None),
             ("tied", config.tied),
             ("vocabulary", config.vocabulary != VOCABULARY),
             ("objective", config.fills),
         ):
-            if is_there:
+            if is_set:
                 raise ArbError(
                     f"a composite head does not combine with `{name}`",
                     f"leave `{name}` or `composite` out",

@@ -17,8 +17,8 @@ from arbcli.generation.evaluation import KindLoss
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The part of a sound or picture that a text contains; offsets are relative to the text."""
+class MediaPart:
+    """The part of a sound or picture that is in a text; offsets are relative to the text."""
 
     header: Header
     body: int
@@ -36,7 +36,7 @@ class Part:
 
 def is_mostly_media(text: Text) -> bool:
     """Return whether sounds and pictures are more than half of a text."""
-    return sum(part.stop - part.start for part in parts_of(text)) > len(text) / 2
+    return sum(part.stop - part.start for part in find_parts(text)) > len(text) / 2
 
 
 class MediaLosses:
@@ -50,7 +50,7 @@ class MediaLosses:
     """
 
     def __init__(self, text: Text, device: torch.device) -> None:
-        self.text, self.parts = text, list(parts_of(text))
+        self.text, self.parts = text, list(find_parts(text))
         edges = [edge for part in self.parts for edge in (part.start, part.stop)]
         self._edges = torch.tensor(edges, dtype=torch.int64, device=device)
         # sums of the text before the first part, the first part, the text after it, and so on
@@ -79,9 +79,9 @@ class MediaLosses:
         sums = self._sums.tolist()
         sums[1 if self.parts[0].start == 0 else 0] += math.log(256)  # the first byte
         losses = []
-        if between := len(self.text) - sum(part.stop - part.start for part in self.parts):
-            nats = sum(sums[::2]) / between
-            losses.append(KindLoss(kind="text", bytes=between, nats_per_byte=nats))
+        if size := len(self.text) - sum(part.stop - part.start for part in self.parts):
+            nats = sum(sums[::2]) / size
+            losses.append(KindLoss(kind="text", bytes=size, nats_per_byte=nats))
         for kind, unit in (("sound", "sample"), ("picture", "pixel")):
             parts = [
                 (part, nats)
@@ -92,7 +92,7 @@ class MediaLosses:
                 losses.append(self._kind_loss(kind, unit, parts))
         return tuple(losses)
 
-    def _kind_loss(self, kind: str, unit: str, parts: list[tuple[Part, float]]) -> KindLoss:
+    def _kind_loss(self, kind: str, unit: str, parts: list[tuple[MediaPart, float]]) -> KindLoss:
         units, sizes = 0, list[dict[str, int]]()
         for part, _ in parts:
             body, header = self.text.read(*part.body_range), part.header
@@ -124,16 +124,16 @@ class MediaLosses:
         )
 
 
-def parts_of(text: Text) -> Iterator[Part]:
+def find_parts(text: Text) -> Iterator[MediaPart]:
     """Yield the sounds in a text, possibly partial, and its complete pictures."""
-    begin = 0
+    offset = 0
     for path, start, stop in text.pieces:
-        shift = begin - start
+        shift = offset - start
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             for span in find_spans(content):  # type: ignore[arg-type]  # `re` takes any buffer
-                is_whole = start <= span.start and span.stop <= stop
-                is_part = span.header.kind == "sound" and span.start < stop and start < span.stop
-                if is_whole or is_part:
+                is_complete = start <= span.start and span.stop <= stop
+                is_sound = span.header.kind == "sound"
+                if is_complete or (is_sound and span.start < stop and start < span.stop):
                     first, last = max(span.start, start), min(span.stop, stop)
-                    yield Part(span.header, span.body + shift, first + shift, last + shift)
-        begin += stop - start
+                    yield MediaPart(span.header, span.body + shift, first + shift, last + shift)
+        offset += stop - start

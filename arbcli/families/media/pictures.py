@@ -1,4 +1,4 @@
-"""Picture files to bytes and back: PNG, JPEG and WebP, read and written by Pillow."""
+"""Conversion of picture files to bytes and back: PNG, JPEG and WebP, by Pillow."""
 
 import io
 import re
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_PIXELS = 2**26
-"""Maximum number of pixels, 8192 by 8192; of larger pictures only the header is read."""
+"""Maximum number of pixels, 8192 by 8192; larger pictures are refused by their header."""
 MAX_SIDE = 2**15
-SCALED = f"scale it down, to at most {MAX_SIDE:,} in each direction"
+SCALE_HINT = f"scale it down, to at most {MAX_SIDE:,} in each direction"
 """Hint for a picture with too many pixels."""
-WIDEST_PIXEL = 8
-"""Bytes of a pixel that are read at most: four channels of 16 bits."""
-LIGHTER = "save its pixels alone: one frame, without metadata"
-"""Hint for a file whose metadata and other frames exceed the bound on bytes read."""
-DAMAGED = "it is truncated or damaged, or not a PNG, JPEG or WebP"
+MAX_PIXEL_BYTES = 8
+"""Maximum number of bytes that are read per pixel: four channels of 16 bits."""
+STRIP_HINT = "save its pixels alone: one frame, without metadata"
+"""Hint for a file whose metadata and other frames exceed the limit on bytes read."""
+DAMAGED_HINT = "it is truncated or damaged, or not a PNG, JPEG or WebP"
 FORMATS = ("PNG", "JPEG", "WEBP")
 WEBP = re.compile(
     rb"RIFF.{4}WEBP(?:VP8X.{8}(?P<canvas>.{6})|VP8L.{4}/(?P<lossless>.{4})"
     rb"|VP8 .{7}\x9d\x01\*(?P<lossy>.{4}))",
     re.DOTALL,
 )
-"""Start of a WebP file, up to the size of its canvas or of its only picture."""
+"""Start of a WebP file, up to the size of its canvas or of its single picture."""
 MAX_WEBP_START = 30
 MAX_WEBP_SIDE = 2**14 - 1
 FORM = re.compile(r"(rgb|grey)(?::([1-9][0-9]{0,4})x([1-9][0-9]{0,4}))?")
@@ -40,10 +40,10 @@ PIL_MODES = {"rgb": "RGB", "grey": "L"}
 
 
 def check_form(form: str) -> None:
-    """Check that a form has the syntax of `FORM`.
+    """Check the syntax of a value of `picture`: see `FORM`.
 
     Raises:
-        ArbError: it is none.
+        ArbError: it is invalid, or a side exceeds `MAX_SIDE`.
     """
     match = FORM.fullmatch(form)
     if match is None or max(int(match[2] or 1), int(match[3] or 1)) > MAX_SIDE:
@@ -57,9 +57,9 @@ def check_form(form: str) -> None:
 def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
     r"""Read a picture file as a header and rows of pixels, each row ended by `\n`.
 
-    A picture with an alpha channel is laid on white, one with an orientation is turned, and of one
-    with several frames the first is read. With a size, the picture is scaled to cover it, and what
-    stands out is cut off evenly.
+    Transparent pictures get a white background, the orientation of EXIF is applied, and of several
+    frames the first is read. With a size, the picture is scaled to cover it, and cropped at the
+    centre.
 
     Args:
         path: path of a file that Pillow reads.
@@ -75,16 +75,16 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
 
     mode, width, height = FORM.fullmatch(form).groups()  # type: ignore[union-attr]
     image_module, operations = _package("Image", path), _package("ImageOps", path)
-    damaged = library_errors(f"`{path}` is not a readable picture", DAMAGED)
+    damaged = library_errors(f"`{path}` is not a readable picture", DAMAGED_HINT)
     with BoundedFile(path, HEADER_BYTES) as content, damaged, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own, larger limit
+        warnings.simplefilter("ignore")  # warnings of Pillow's own, larger limit
         try:
-            if size := webp_size(content):  # of which Pillow reads all at once
-                _allow(content, size, path)
+            if size := webp_size(content):  # Pillow reads all of a WebP at once
+                _allow_pixels(content, size, path)
             image = image_module.open(content, formats=FORMATS)
             if not size:
-                _allow(content, image.size, path)
-            if width:  # a JPEG is decoded at a fraction of its size where that is enough
+                _allow_pixels(content, image.size, path)
+            if width:  # a JPEG is decoded at a fraction of its size if that suffices
                 image.draft(PIL_MODES[mode], (int(width), int(height)))
             upright = operations.exif_transpose(image)
             if upright.mode.startswith("I"):  # 16 bits, which `convert` clips to 255
@@ -93,21 +93,21 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
                 upright = upright.convert("RGBA")
                 white = image_module.new("RGBA", upright.size, "white")
                 upright = image_module.alpha_composite(white, upright)
-            plain = upright.convert(PIL_MODES[mode])
+            converted = upright.convert(PIL_MODES[mode])
             if width:
-                plain = operations.fit(plain, (int(width), int(height)))
-            pixels = np.asarray(plain)
+                converted = operations.fit(converted, (int(width), int(height)))
+            pixels = np.asarray(converted)
         except image_module.DecompressionBombError:  # its header has more than twice Pillow's limit
             raise ArbError(
-                f"`{path}` has too many pixels: at most {MAX_PIXELS:,} are read", SCALED
+                f"`{path}` has too many pixels: at most {MAX_PIXELS:,} are read", SCALE_HINT
             ) from None
         except (OSError, SyntaxError, ValueError) as error:
             raise ArbError(
-                f"`{path}` is not a readable picture: {content.cut_by or _reason(error)}",
-                LIGHTER if content.cut_by else DAMAGED,
+                f"`{path}` is not a readable picture: {content.stop_reason or _reason(error)}",
+                STRIP_HINT if content.stop_reason else DAMAGED_HINT,
             ) from None
     yield PictureHeader(mode, pixels.shape[1], pixels.shape[0]).encode()
-    yield _rows(pixels)
+    yield _encode_rows(pixels)
 
 
 def _reason(error: Exception) -> str:
@@ -128,17 +128,21 @@ def webp_size(content: BoundedFile) -> tuple[int, int] | None:
     return (size_bits & (1 << bits) - 1) + 1, (size_bits >> bits & (1 << bits) - 1) + 1
 
 
-def _allow(content: BoundedFile, size: tuple[int, int], path: Path) -> None:
-    """Permit the decoder to read as many bytes as the pixels need, unless there are too many."""
+def _allow_pixels(content: BoundedFile, size: tuple[int, int], path: Path) -> None:
+    """Raise the limit of the file to the bytes of its pixels.
+
+    Raises:
+        ArbError: there are too many pixels.
+    """
     if size[0] * size[1] > MAX_PIXELS or max(size) > MAX_SIDE:
         raise ArbError(
             f"`{path}` has {size[0]:,} x {size[1]:,} pixels, and at most {MAX_PIXELS:,} are read",
-            SCALED,
+            SCALE_HINT,
         )
-    content.allow(WIDEST_PIXEL * size[0] * size[1])
+    content.allow(MAX_PIXEL_BYTES * size[0] * size[1])
 
 
-def _rows(pixels: "np.ndarray") -> bytes:
+def _encode_rows(pixels: "np.ndarray") -> bytes:
     import numpy as np  # takes a tenth of a second, and help needs none
 
     rows = pixels.reshape(len(pixels), -1)
@@ -148,7 +152,7 @@ def _rows(pixels: "np.ndarray") -> bytes:
 def decode_pixels(body: bytes, header: PictureHeader) -> "np.ndarray":
     """Decode the body of a picture to (height, width) or (height, width, 3) uint8.
 
-    Rows that are missing are black; the byte that ends a row is not looked at.
+    Missing rows are black; the byte that ends a row is ignored.
     """
     import numpy as np  # takes a tenth of a second, and help needs none
 
@@ -160,7 +164,7 @@ def decode_pixels(body: bytes, header: PictureHeader) -> "np.ndarray":
 
 
 def write_picture(path: Path, body: bytes, header: PictureHeader) -> None:
-    """Write a picture to a file, by the suffix of its name.
+    """Write a picture to a file, in the format of its suffix.
 
     Raises:
         ArbError: Pillow is missing, or the file cannot be written.
@@ -173,18 +177,18 @@ def write_picture(path: Path, body: bytes, header: PictureHeader) -> None:
 
 
 def encoded_bytes(pixels: "np.ndarray") -> dict[str, int]:
-    """Count the bytes of a picture as PNG and as lossless WebP, each at its best level.
+    """Return the bytes of a picture as PNG and as lossless WebP, at maximum compression, by format.
 
-    A picture with a side of more than `MAX_WEBP_SIDE` has no WebP.
+    WebP is left out if a side exceeds `MAX_WEBP_SIDE`.
     """
     image = import_module("PIL.Image").fromarray(pixels)
     sizes = {}
-    ways: dict[str, dict[str, Any]] = {"PNG": {"optimize": True}}
+    formats: dict[str, dict[str, Any]] = {"PNG": {"optimize": True}}
     if max(image.size) <= MAX_WEBP_SIDE:
-        ways["WebP"] = {"lossless": True, "quality": 100, "method": 6}
-    for name, how in ways.items():
+        formats["WebP"] = {"lossless": True, "quality": 100, "method": 6}
+    for name, options in formats.items():
         file = io.BytesIO()
-        image.save(file, format=name, **how)
+        image.save(file, format=name, **options)
         sizes[name] = len(file.getvalue())
     return sizes
 

@@ -1,6 +1,6 @@
 r"""The byte format of sounds and pictures inside a text.
 
-A sound or a picture is a header of ASCII after a byte 255, which UTF-8 never contains, and a body
+A sound or a picture is a byte 255, which UTF-8 never contains, an ASCII header, and a body
 whose length follows from the header:
 
     \xffsound FORM RATE CHANNELS FRAMES\n       body: FRAMES x CHANNELS samples
@@ -24,7 +24,7 @@ HEADER = re.compile(
     rb"|picture (rgb|grey) ([1-9][0-9]{0,5}) ([1-9][0-9]{0,5}))\n"
 )
 MAX_HEADER = 64
-"""Bytes that no header exceeds."""
+"""Upper bound of the bytes of a header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class SoundHeader:
     form: str
     """A key of `SAMPLE_BYTES`."""
     rate: int
-    """Frames a second."""
+    """Frames per second."""
     channels: int
     frames: int
 
@@ -42,12 +42,12 @@ class SoundHeader:
 
     @property
     def units(self) -> int:
-        """Samples, over all channels."""
+        """Number of samples of all channels."""
         return self.frames * self.channels
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one frame: a sample for each channel."""
+        """Bytes of a frame: one sample per channel."""
         return SAMPLE_BYTES[self.form] * self.channels
 
     @property
@@ -56,7 +56,7 @@ class SoundHeader:
         return self.frames * self.item_bytes
 
     def encode(self) -> bytes:
-        """Write the header."""
+        """Return the header as bytes."""
         return b"\xff" + f"sound {self.form} {self.rate} {self.channels} {self.frames}\n".encode()
 
 
@@ -73,12 +73,12 @@ class PictureHeader:
 
     @property
     def units(self) -> int:
-        """Pixels."""
+        """Number of pixels."""
         return self.width * self.height
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one row, with the newline that ends it."""
+        """Bytes of a row, including its final newline."""
         return PIXEL_BYTES[self.mode] * self.width + 1
 
     @property
@@ -87,7 +87,7 @@ class PictureHeader:
         return self.height * self.item_bytes
 
     def encode(self) -> bytes:
-        """Write the header."""
+        """Return the header as bytes."""
         return b"\xff" + f"picture {self.mode} {self.width} {self.height}\n".encode()
 
 
@@ -96,7 +96,7 @@ Header = SoundHeader | PictureHeader
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A sound or a picture, and its place in a text."""
+    """A sound or a picture, and its position in a text."""
 
     header: Header
     start: int
@@ -115,7 +115,7 @@ def find_spans(content: bytes | bytearray, offset: int = 0) -> Iterator[Span]:
 
     Args:
         content: any buffer that `re` searches, such as a mapped file, from the start of the text.
-        offset: offset outside all bodies, from which to search.
+        offset: where to start searching, outside of all bodies.
 
     Yields:
         One span for each header; the body of the last one may be cut off.

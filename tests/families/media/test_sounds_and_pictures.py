@@ -172,7 +172,7 @@ def test_damaged_and_oversized_files_are_one_line(tmp_path, cache):
         assert "\n" not in f"{caught.value}{caught.value.hint}", name
         assert caught.value.hint, name
         if name in ("large.png", "wide.png"):
-            assert caught.value.hint == pictures.SCALED
+            assert caught.value.hint == pictures.SCALE_HINT
     assert not list(cache.rglob("texts/*"))
 
 
@@ -201,7 +201,7 @@ def test_no_more_than_a_bound_is_read_of_a_file_that_makes_decoders_read_on(
     tmp_path, cache, monkeypatch
 ):
     size, reads = 2**28, list[int]()
-    limit = bounded.HEADER_BYTES + pictures.WIDEST_PIXEL * 60 * 50
+    limit = bounded.HEADER_BYTES + pictures.MAX_PIXEL_BYTES * 60 * 50
     read = bounded.BoundedFile.read
 
     def noted(self, size=-1):
@@ -278,7 +278,7 @@ def test_losses_are_summed_by_kind_of_byte(cuts, tmp_path, device):
     parts = [
         b"text before ",
         SoundHeader("pcm16", 8000, 2, 50).encode() + sound.encode_samples(samples, "pcm16"),
-        b" and between ", PictureHeader("rgb", 5, 4).encode() + pictures._rows(pixels),
+        b" and between ", PictureHeader("rgb", 5, 4).encode() + pictures._encode_rows(pixels),
         b" and after",
     ]  # fmt: skip
     path = tmp_path / "mixed"
