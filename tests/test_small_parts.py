@@ -6,7 +6,7 @@ import pytest
 from graph_parts import graph_config
 
 from arbcli.base.errors import ArbError
-from arbcli.base.run_files import COMPANIONS, check_free, directory_of
+from arbcli.base.run_files import COMPANIONS, check_free, require_run
 from arbcli.commands._options import check_is_model
 from arbcli.config.fields import change_fields
 from arbcli.config.presets import preset
@@ -37,7 +37,7 @@ def test_model_of_another_kind_has_no_shape():
     [
         (["config.json"], check_free),
         (["step-000001.safetensors"], check_free),
-        (["step-000001.safetensors"], directory_of),
+        (["step-000001.safetensors"], require_run),
         (["config.json"], check_is_model),
     ],
 )

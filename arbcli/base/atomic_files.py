@@ -1,10 +1,10 @@
-"""Files that are written completely or not at all, in folders that others may have prepared.
+"""Atomic writes of files, also in folders that other users can write.
 
-Every file that `arb` writes is written here, except for those in folders of its own that nobody
-else can write. A file is written under a temporary name, synced and renamed. The temporary file is
-created exclusively, so it is never an existing file or a link. A link at the final name is
-replaced, not followed. Temporary files of killed processes are recognised by their lock, which ends
-with its process, and are removed when the same file is written again or by `sweep`.
+Every file that `arb` writes is written here, except for those in private folders. A file is written
+under a temporary name, synced and renamed. The temporary file is created exclusively, so it is
+never an existing file or a link. A link at the final name is replaced, not followed. Temporary
+files of killed processes are recognised by their lock, which is released with the process, and are
+removed by `sweep` or when the same file is written again.
 """
 
 import glob
@@ -28,7 +28,7 @@ except ImportError:  # Windows
 
 WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
 OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-"""Flags of files that others may have prepared: links are not followed."""
+"""Flags for files in folders that other users can write: links are not followed."""
 _RANDOM_BYTES = 4
 TEMPORARY = f"{'[0-9a-f]' * (2 * _RANDOM_BYTES)}.tmp"
 """Pattern of the end of a temporary file's name, after `.NAME.`."""
@@ -101,9 +101,9 @@ def replace_file(path: Path, write: Callable[[BufferedWriter], object], mode: in
             file.flush()
             os.fsync(file.fileno())
             if fcntl is not None:
-                temporary.replace(path)  # while the lock is held, so that nobody sweeps it
+                temporary.replace(path)  # under the lock, so that no other process sweeps it
         if fcntl is None:
-            temporary.replace(path)  # Windows renames no file that is open
+            temporary.replace(path)  # Windows cannot rename an open file
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -120,7 +120,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     sweep(path.parent, glob.escape(path.name))
     temporary = _temporary(path)
     temporary.mkdir()
-    lock = _locked(temporary)
+    lock = _lock(temporary)
     try:
         yield temporary
         os.replace(temporary, path)
@@ -166,15 +166,15 @@ def sweep(folder: Path, pattern: str = "*") -> None:
 
     Args:
         folder: folder with the temporary files.
-        pattern: pattern of the names of the files that they were to become.
+        pattern: pattern of the final names.
     """
-    for left in folder.glob(f".{pattern}.{TEMPORARY}"):
+    for path in folder.glob(f".{pattern}.{TEMPORARY}"):
         with suppress(OSError):
-            if left.is_symlink():
-                left.unlink()
-            elif (lock := _locked(left)) is not None:
+            if path.is_symlink():
+                path.unlink()
+            elif (lock := _lock(path)) is not None:
                 try:
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
                 finally:
                     os.close(lock)
 
@@ -183,8 +183,8 @@ def is_abandoned(path: Path) -> bool:
     """Return whether the writer of a temporary file has ended, so that `sweep` removes it."""
     if path.is_symlink():
         return True
-    with suppress(OSError):  # it was removed meanwhile
-        if (lock := _locked(path)) is not None:
+    with suppress(OSError):  # removed in the meantime
+        if (lock := _lock(path)) is not None:
             os.close(lock)
             return True
     return False
@@ -198,7 +198,7 @@ def refuse_link(path: Path) -> None:
     """
     if path.is_symlink():
         raise ArbError(
-            f"`{path}` is a link, through which nothing is written",
+            f"`{path}` is a link, and links are not followed for writing",
             "replace it by the file or folder that it names, or choose another directory",
         )
 
@@ -215,13 +215,13 @@ def _create(path: Path, mode: int) -> tuple[Path, int]:
         if fcntl is not None:
             with suppress(OSError):  # the file system lacks locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.lexists(temporary):  # nobody swept it before it was locked
+        if os.path.lexists(temporary):  # not swept before it was locked
             return temporary, descriptor
         os.close(descriptor)
 
 
-def _locked(path: Path) -> int | None:
-    """Lock a temporary file or folder; None if its writer is alive, or locks do not work here."""
+def _lock(path: Path) -> int | None:
+    """Lock a temporary file or folder; None if its writer is alive, or locks are not supported."""
     if fcntl is None:
         return None
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS)
@@ -234,7 +234,7 @@ def _locked(path: Path) -> int | None:
 
 
 def _sync(folder: Path) -> None:
-    """Write the names in a folder to disk, where the system can do so."""
+    """Flush the entries of a folder to disk, where the system supports it."""
     if hasattr(os, "O_DIRECTORY"):  # elsewhere a directory cannot be synced
         with suppress(OSError):  # not supported by some network file systems
             descriptor = os.open(folder, os.O_RDONLY)

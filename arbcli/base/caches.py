@@ -31,13 +31,13 @@ def cache_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"arb{user}"
 
 
-def own_folder(name: str) -> Path | None:
-    """Make a folder in the cache that only this user or root can write; None if that fails."""
+def private_folder(name: str) -> Path | None:
+    """Create a folder in the cache that only this user or root can write; None if that fails."""
     try:
         folder = cache_folder().absolute() / name
         for directory in (folder.parent, folder):
-            _make_own(directory)
-            if not _is_own(directory.stat()):  # root can change the mode of another user's folder
+            _make_private(directory)
+            if not _is_private(directory.stat()):  # root can change modes of others' folders
                 return None
     except OSError:
         return None
@@ -46,7 +46,7 @@ def own_folder(name: str) -> Path | None:
 
 def is_cached(path: Path) -> bool:
     """Return whether a file that `write_cached` wrote exists and is intact."""
-    with suppress(OSError), _open_own(path) as file, _open_own(_digest_file(path)) as digest:
+    with suppress(OSError), _open_safe(path) as file, _open_safe(_digest_path(path)) as digest:
         expected = digest.read(2 * sha256().digest_size)
         return file_digest(file, "sha256").hexdigest().encode() == expected
     return False
@@ -54,7 +54,7 @@ def is_cached(path: Path) -> bool:
 
 def read_cached(path: Path) -> bytes | None:
     """Read a file that `write_cached` wrote; None if it is missing or not intact."""
-    with suppress(OSError), _open_own(path) as file, _open_own(_digest_file(path)) as digest:
+    with suppress(OSError), _open_safe(path) as file, _open_safe(_digest_path(path)) as digest:
         content = file.read()
         if sha256(content).hexdigest().encode() == digest.read(2 * sha256().digest_size):
             return content
@@ -74,26 +74,26 @@ def write_cached(path: Path, blocks: Iterable[bytes]) -> None:
     """
     digest = sha256()
 
-    def hashed() -> Iterator[bytes]:
+    def hash_blocks() -> Iterator[bytes]:
         for block in blocks:
             digest.update(block)
             yield block
 
     with os_errors("write to the cache", path.parent, _HINT):
         for folder in dict.fromkeys((cache_folder(), path.parent)):
-            _make_own(folder)
+            _make_private(folder)
         sweep(path.parent)
-        # only this user may write it, whatever the umask is: see `_is_own`
-        replace_file(path, lambda file: file.writelines(hashed()), 0o600)
+        # private whatever the umask is: see `_is_private`
+        replace_file(path, lambda file: file.writelines(hash_blocks()), 0o600)
         hexadecimal = digest.hexdigest().encode()
-        replace_file(_digest_file(path), lambda file: file.write(hexadecimal), 0o600)
+        replace_file(_digest_path(path), lambda file: file.write(hexadecimal), 0o600)
 
 
-def _digest_file(path: Path) -> Path:
+def _digest_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
 
 
-def _open_own(path: Path) -> BufferedReader:
+def _open_safe(path: Path) -> BufferedReader:
     """Open a regular file that only this user or root can have written.
 
     Raises:
@@ -102,26 +102,26 @@ def _open_own(path: Path) -> BufferedReader:
     flags = os.O_RDONLY | OPEN_FLAGS | getattr(os, "O_NONBLOCK", 0)  # a FIFO would block
     file = os.fdopen(os.open(path, flags), "rb")
     status = os.fstat(file.fileno())
-    if stat.S_ISREG(status.st_mode) and _is_own(status) and _is_own(path.parent.stat()):
+    if stat.S_ISREG(status.st_mode) and _is_private(status) and _is_private(path.parent.stat()):
         return file
     file.close()
     raise PermissionError("it is not a file to which only this user can write")
 
 
-def _is_own(status: os.stat_result) -> bool:
+def _is_private(status: os.stat_result) -> bool:
     if not hasattr(os, "geteuid"):  # on Windows, modes do not describe other users' rights
         return True
-    return _is_of_user(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return _is_owned(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _is_of_user(status: os.stat_result) -> bool:
+def _is_owned(status: os.stat_result) -> bool:
     return not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
 
 
-def _make_own(folder: Path) -> None:
-    """Create a folder that only this user can write; deny others if it exists."""
+def _make_private(folder: Path) -> None:
+    """Create a folder that only this user can write, or remove the permissions of others."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.is_symlink() and not _is_of_user(folder.lstat()):
+    if folder.is_symlink() and not _is_owned(folder.lstat()):
         raise PermissionError("it is a link of another user")
-    if not _is_own(folder.stat()):
+    if not _is_private(folder.stat()):
         folder.chmod(0o700)  # raises PermissionError if another user owns the folder

@@ -1,4 +1,4 @@
-"""Environment variables that libraries read when they are loaded, and free processors and GPUs."""
+"""Environment variables that libraries read on import, and available processors and GPUs."""
 
 import ctypes
 import importlib.util
@@ -27,9 +27,9 @@ the short one is slower. It is not set for a float baseline, whose speed it halv
 threads wake slowly.
 """
 SPIN_SAMPLES, SAMPLE_SECONDS = 3, 0.005
-"""Number of samples of the running processes before a run, and the interval in seconds."""
+"""Number of samples of running processes before a run, and their interval in seconds."""
 THREAD_SAMPLES = 20
-"""Samples before the number of threads is chosen, which is fixed for the run."""
+"""Number of samples by which the number of threads of a run is chosen."""
 COUNTS = Path("/proc/stat")
 """Linux's file with the number of running processes."""
 
@@ -60,7 +60,7 @@ def set_spins(*, yields: bool = False) -> None:
         yields: whether threads spin less while other programs run.
     """
     if "GOMP_SPINCOUNT" not in os.environ:
-        os.environ["GOMP_SPINCOUNT"] = SPINS[yields and others_running() > 0]
+        os.environ["GOMP_SPINCOUNT"] = SPINS[yields and count_busy_processors() > 0]
 
 
 def keep_compiled_modules() -> None:
@@ -79,36 +79,36 @@ def keep_compiled_modules() -> None:
     keeps = not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK)
     if keeps or os.path.exists(importlib.util.cache_from_source(torch.origin)):
         return
-    from arbcli.base.caches import own_folder
+    from arbcli.base.caches import private_folder
 
-    folder = own_folder("modules")
+    folder = private_folder("modules")
     if folder is not None:
         sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
         os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-def others_running(looks: int = SPIN_SAMPLES) -> int:
+def count_busy_processors(samples: int = SPIN_SAMPLES) -> int:
     """Return the number of processors that other programs keep busy, the minimum of some samples.
 
     Args:
-        looks: number of samples, `SAMPLE_SECONDS` apart.
+        samples: number of samples, `SAMPLE_SECONDS` apart.
 
     Returns:
-        The number; always 0 outside of Linux.
+        Number of processors; always 0 outside of Linux.
     """
-    fewest = sys.maxsize
-    for look in range(looks):
-        time.sleep(SAMPLE_SECONDS if look else 0)
+    busy = sys.maxsize
+    for sample in range(samples):
+        time.sleep(SAMPLE_SECONDS if sample else 0)
         try:
             lines = COUNTS.read_text().splitlines()
         except OSError:
             return 0
         running = [line.split()[1] for line in lines if line.startswith("procs_running ")]
-        fewest = min(fewest, int(running[0]) - 1 if running else 0)  # without this program
-        if fewest <= 0:
+        busy = min(busy, int(running[0]) - 1 if running else 0)  # without this process
+        if busy <= 0:
             return 0
-    return fewest
+    return busy
 
 
 def free_threads(threads: int, processors: int) -> int:
@@ -126,12 +126,12 @@ def free_threads(threads: int, processors: int) -> int:
     """
     if threads == 1 or "OMP_NUM_THREADS" in os.environ:
         return threads
-    busy = others_running(THREAD_SAMPLES)
+    busy = count_busy_processors(THREAD_SAMPLES)
     return min(threads, processors - busy) if 2 * busy <= processors else threads
 
 
-def is_for_cpu(device: str | None) -> bool:
-    """Return whether no GPU computes.
+def uses_cpu(device: str | None) -> bool:
+    """Return whether the device is not a GPU.
 
     Args:
         device: the device of the settings; None is the GPU if there is one.
@@ -147,7 +147,7 @@ def interpret_kernels_without_gpu(device: str | None) -> None:
     Args:
         device: the requested device; None is the GPU if there is one.
     """
-    if is_for_cpu(device):
+    if uses_cpu(device):
         os.environ[INTERPRET] = "1"
 
 
@@ -167,7 +167,7 @@ def may_have_gpu() -> bool:
     return True
 
 
-def number_in(
+def parse_env_int(
     environment: Mapping[str, str], name: str, minimum: int, maximum: int = 2**31 - 1
 ) -> int:
     """Parse a whole number from an environment variable.

@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 def imported(name: str) -> Any:
-    """Import an attribute of a module.
+    """Import a module's attribute by name.
 
     Args:
         name: `module:attribute`, for example `arbcli.model.parts.mlp:MLP`.
@@ -18,12 +18,12 @@ def imported(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-class LoadedMapping(Mapping[str, V]):
-    """A mapping whose names are known, and whose values are loaded when they are looked up.
+class LazyMapping(Mapping[str, V]):
+    """A mapping with given keys, whose values are loaded on first access.
 
     Args:
-        names: the names, in order.
-        load: returns the value of a name; called once for each.
+        names: the keys, in order.
+        load: returns the value of a key; called once per key.
     """
 
     def __init__(self, names: Iterable[str], load: Callable[[str], V]) -> None:
@@ -31,7 +31,7 @@ class LoadedMapping(Mapping[str, V]):
         self.load = cache(load)
 
     def __getitem__(self, name: str) -> V:
-        """Return the value of a name, loaded if this is the first time."""
+        """Return the value of a name, which is loaded on first access."""
         if name not in self:
             raise KeyError(name)
         return self.load(name)
@@ -45,12 +45,12 @@ class LoadedMapping(Mapping[str, V]):
         return len(self.names)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is such a name; loads nothing."""
+        """Return whether the mapping has a name; loads nothing."""
         return name in self.names
 
 
 class ExtendedMapping(Mapping[str, V]):
-    """A mapping whose extension is only loaded for names that its first entries lack.
+    """A mapping with further entries that are only loaded for names missing in `first`.
 
     Args:
         first: entries that are looked up first.
@@ -62,11 +62,11 @@ class ExtendedMapping(Mapping[str, V]):
         self.extend = cache(extend)
 
     def __getitem__(self, name: str) -> V:
-        """Return the value of a name, and load the extension if the first entries lack it."""
+        """Return the value of a name; the extension is loaded if `first` lacks it."""
         return self.first[name] if name in self.first else self.extend()[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over all names, those of the first entries first."""
+        """Iterate over all names, those of `first` first."""
         return iter(dict.fromkeys((*self.first, *self.extend())))
 
     def __len__(self) -> int:

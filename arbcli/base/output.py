@@ -60,12 +60,12 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    """Replace terminal control characters by their Python escapes."""
+    """Replace terminal control characters with their Python escapes."""
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def _clean(shown: RenderableType) -> RenderableType:
-    """Apply `printable` to text, and to the text in groups; `table` already does so for cells."""
+    """Apply `printable` to text, also in groups; `table` already does so for its cells."""
     if isinstance(shown, str):
         return printable(shown)
     if isinstance(shown, Text) and printable(shown.plain) != shown.plain:
@@ -185,27 +185,27 @@ def emit_json(value: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def held_stderr() -> Iterator[None]:
-    """Hold what the block writes to the standard error, and drop it if the block raises.
+def deferred_stderr() -> Iterator[None]:
+    """Defer the block's output to stderr to its end, and drop it if the block raises.
 
-    A library in Rust writes several lines about a panic, before it raises the exception that is
-    reported. Python's streams are not redirected, but the file descriptor is.
+    A Rust library prints several lines about a panic before it raises the exception that is
+    reported. The file descriptor is redirected, not Python's streams.
     """
     try:
         previous = os.dup(2)
     except OSError:  # closed
         yield
         return
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+    with tempfile.TemporaryFile() as output:
+        os.dup2(output.fileno(), 2)
         try:
             yield
         finally:
             os.dup2(previous, 2)
             os.close(previous)
-        held.seek(0)
+        output.seek(0)
         with contextlib.suppress(OSError):
-            os.write(2, held.read())
+            os.write(2, output.read())
 
 
 def write_bytes(data: bytes) -> None:
@@ -222,15 +222,15 @@ def is_terminal() -> bool:
     return sys.stdin.isatty() and _stdout.isatty()
 
 
-def is_shown() -> bool:
+def is_stdout_terminal() -> bool:
     """Return whether stdout is a terminal."""
     return _stdout.isatty()
 
 
-def read_line(mark: str) -> str | None:
-    """Read a line from the terminal after the prompt `mark`; None at the end of input."""
+def read_line(prompt: str) -> str | None:
+    """Print a prompt and read a line from the terminal; None at the end of input."""
     try:
-        return input(mark)
+        return input(prompt)
     except EOFError:
         return None
 
@@ -265,9 +265,8 @@ def chunked_text(text: bytes, depths: Sequence[int]) -> Text:
 
     Args:
         text: bytes; those that are not UTF-8 within a chunk become U+FFFD.
-        depths: for each byte, the number of stages that begin a chunk there, which is the number of
-            marks before it. On a terminal the first character of a chunk of the second stage is
-            underlined.
+        depths: number of stages that begin a chunk at each byte, and of marks before it. On a
+            terminal the first character of a chunk of the second stage is underlined.
     """
     starts = [index for index, depth in enumerate(depths) if depth or not index]
     shown = Text()
@@ -316,29 +315,29 @@ def _one_line(text: str) -> str:
 
 
 PIPE_SECONDS = 10.0
-"""Least interval between lines of progress where stderr is not a terminal."""
+"""Minimum interval between progress lines if stderr is not a terminal, in seconds."""
 
 
 class LiveLine:
     """A status line on stderr that is updated in place; off a terminal, each update is a new line.
 
-    On a terminal the line is cut at the width; the last one stays there.
+    On a terminal the line is truncated to the width; the last one stays there.
 
     Args:
-        wait: first temporary line; empty for none: see `show_wait`.
-        moves: whether the line is rendered again every second, as `follow` needs.
+        wait: first temporary line, see `show_wait`; empty for none.
+        refreshes: whether the line is rendered every second, as `follow` needs.
     """
 
-    def __init__(self, wait: str = "", *, moves: bool = False) -> None:
+    def __init__(self, wait: str = "", *, refreshes: bool = False) -> None:
         self._wait = wait
         self.is_live = _err.is_terminal
         """Whether the line is updated in place."""
-        self._make: Callable[[int], str] = lambda _: ""
-        self._follows = self._is_left = False
-        self._next = time.monotonic() + PIPE_SECONDS
+        self._format: Callable[[int], str] = lambda _: ""
+        self._follows = self._stays = False
+        self._next_line = time.monotonic() + PIPE_SECONDS
         self._live = Live(
             console=_err,
-            auto_refresh=moves,
+            auto_refresh=refreshes,
             refresh_per_second=1,
             transient=True,
             get_renderable=self._render,
@@ -354,8 +353,8 @@ class LiveLine:
         """Stop updating, and leave the last line on the terminal."""
         if self.is_live:
             self._live.stop()
-            if self._is_left:
-                note(self._make(self.width))
+            if self._stays:
+                note(self._format(self.width))
 
     @property
     def width(self) -> int:
@@ -369,42 +368,42 @@ class LiveLine:
         elif keep:
             if not self._follows:
                 self._write("")
-                self._is_left = False
+                self._stays = False
             note_text(text)
         else:
             self._write(text)
-            self._is_left = True
+            self._stays = True
 
-    def follow(self, make: Callable[[int], str]) -> None:
-        """Show the line that `make` returns for a width in columns, updated every second."""
+    def follow(self, format_line: Callable[[int], str]) -> None:
+        """Show the line that `format_line` returns for a width in columns, updated every second."""
         if self.is_live:
-            self._make, self._follows, self._is_left = make, True, True
+            self._format, self._follows, self._stays = format_line, True, True
             self._live.refresh()
 
     def show_wait(self, text: str) -> None:
         """Show a temporary line, such as `loading`, until the next one; an empty one removes it.
 
-        Off a terminal only one in `PIPE_SECONDS` is printed, which stays.
+        Off a terminal at most one in `PIPE_SECONDS` is printed.
         """
         if self.is_live:
             self._write(text)
-            self._is_left = False
-        elif text and (now := time.monotonic()) >= self._next:
-            self._next = now + PIPE_SECONDS
+            self._stays = False
+        elif text and (now := time.monotonic()) >= self._next_line:
+            self._next_line = now + PIPE_SECONDS
             note(text)
 
     def _write(self, text: str) -> None:
-        self._make, self._follows = lambda _: text, False
+        self._format, self._follows = lambda _: text, False
         self._live.refresh()
 
     def _render(self) -> Text:
-        return Text(_one_line(self._make(self.width)), no_wrap=True, overflow="ellipsis")
+        return Text(_one_line(self._format(self.width)), no_wrap=True, overflow="ellipsis")
 
 
 def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:
-    """Return a table of text cells; all columns after the first `left` are right-aligned.
+    """Build a table of text cells; all columns after the first `left` are right-aligned.
 
-    The row of headings is left out if all are empty.
+    The header is left out if all headings are empty.
     """
     result = Table(title=Text(_one_line(title)), title_justify="left", show_header=any(columns))
     for index, column in enumerate(columns):

@@ -30,7 +30,7 @@ DAMAGED = "it is truncated or damaged: fetch it again"
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; a FIFO or a device could block, or be endless.
+    """Open a regular file for reading; a FIFO or a device could block or be endless.
 
     Raises:
         ArbError: it is missing, unreadable, or not regular.
@@ -124,7 +124,7 @@ def read_toml(path: Path, hint: str) -> dict[str, Any]:
     """
     content = read_small(path)
     try:
-        return _flat_enough(tomllib.loads(content.decode("utf-8-sig")))
+        return _check_nesting(tomllib.loads(content.decode("utf-8-sig")))
     except (ValueError, RecursionError) as error:
         raise ArbError(f"`{path}` is not TOML: {_reason(error)}", hint) from None
 
@@ -137,8 +137,8 @@ def parse_json(content: bytes) -> Any:
     """
     try:
         value = json.loads(content.decode("utf-8-sig"), parse_constant=_refuse_constant)
-        few = content.count(b"[") + content.count(b"{") <= MAX_NESTING
-        return value if few else _flat_enough(value)
+        is_flat = content.count(b"[") + content.count(b"{") <= MAX_NESTING
+        return value if is_flat else _check_nesting(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(_reason(error)) from None
 
@@ -153,7 +153,8 @@ def _reason(error: Exception) -> str:
     return str(error).partition("; use sys.")[0]  # without Python's advice on long integers
 
 
-def _flat_enough(value: Any) -> Any:
+def _check_nesting(value: Any) -> Any:
+    """Return the value; raise RecursionError if it is nested too deeply."""
     level = [value]
     for _ in range(MAX_NESTING + 1):
         level = [container for container in level if isinstance(container, dict | list)]
@@ -171,7 +172,7 @@ def check_schema(values: Any, schema: Mapping[str, Any], where: str, hint: str) 
 
     Args:
         values: the parsed JSON.
-        schema: types by the path of the value, such as `text.entropy`. A type with None permits a
+        schema: types by the path of the value, such as `text.entropy`. A union with None permits a
             missing value; the fields of a missing object are not checked.
         where: name of the file in errors.
         hint: hint of the error.
@@ -183,43 +184,43 @@ def check_schema(values: Any, schema: Mapping[str, Any], where: str, hint: str) 
         raise ArbError(f"{where} has `{shown(values)}` in place of an object", hint)
     for path, kind in schema.items():
         *outer, name = path.split(".")
-        holder: Any = values
+        parent: Any = values
         for part in outer:
-            holder = holder.get(part) if isinstance(holder, dict) else None
-        if not isinstance(holder, dict):
+            parent = parent.get(part) if isinstance(parent, dict) else None
+        if not isinstance(parent, dict):
             continue
-        value = holder.get(name)
-        if not is_of(value, kind):
+        value = parent.get(name)
+        if not has_type(value, kind):
             reason = "it is missing" if value is None else f"it is `{shown(value)}`"
             raise ArbError(f"{where} has no valid `{path}`: {reason}", hint)
 
 
-def is_of(value: Any, kind: Any) -> bool:
+def has_type(value: Any, kind: Any) -> bool:
     """Return whether a value has a type; `True` is not an int, but an int is a float."""
-    return test_of(kind)(value)
+    return type_check(kind)(value)
 
 
 @cache
-def test_of(kind: Any) -> Callable[[Any], bool]:
-    """Return a function that checks whether a value has a type, for `is_of`."""
+def type_check(kind: Any) -> Callable[[Any], bool]:
+    """Return a function that checks whether a value has a type, for `has_type`."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:  # annotated with a setting, see `arbcli.config.settings`
-        return test_of(parts[0])
+        return type_check(parts[0])
     if isinstance(kind, UnionType):
-        tests = [test_of(part) for part in parts]
+        tests = [type_check(part) for part in parts]
         return lambda value: any(test(value) for test in tests)
     if origin is list:
-        test = test_of(parts[0])
+        test = type_check(parts[0])
         return lambda value: type(value) is list and all(map(test, value))
     if origin is dict:
-        fits_key, fits_value = map(test_of, parts)
+        fits_key, fits_value = map(type_check, parts)
         return lambda value: (
             type(value) is dict
             and all(map(fits_key, value))
             and all(map(fits_value, value.values()))
         )
     if origin is tuple:
-        tests = [test_of(part) for part in parts if part is not Ellipsis]
+        tests = [type_check(part) for part in parts if part is not Ellipsis]
         if parts[-1] is Ellipsis:
             return lambda value: type(value) is tuple and all(map(tests[0], value))
         return lambda value: (
@@ -243,8 +244,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def file_bytes(path: Path) -> int:
-    """Return the size of a file, which must be regular and readable."""
+def file_size(path: Path) -> int:
+    """Return the size of a regular, readable file in bytes.
+
+    Raises:
+        ArbError: it is missing, unreadable, or not regular.
+    """
     try:
         status = os.stat(path)
     except OSError as error:

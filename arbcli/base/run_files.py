@@ -19,15 +19,15 @@ _NAME = re.compile(r"(?:step|best)-([0-9]{6,})(?:\.float)?\.safetensors")
 
 
 def checkpoint_path(directory: Path, step: int, weights: str = "ternary") -> Path:
-    """Return the path of the checkpoint of a step; the name says whether it is of a baseline.
+    """Return the path of the checkpoint of a step; the name marks those of a baseline.
 
     Args:
         directory: directory of the run.
         step: number of steps done.
         weights: `weights` of the model: `ternary`, or that of a float baseline.
     """
-    form = "" if weights == "ternary" else ".float"
-    return directory / f"step-{step:06d}{form}.safetensors"
+    suffix = "" if weights == "ternary" else ".float"
+    return directory / f"step-{step:06d}{suffix}.safetensors"
 
 
 def is_baseline(path: Path) -> bool:
@@ -54,10 +54,10 @@ def step_of(path: Path) -> int:
     Raises:
         ValueError: the file has another name.
     """
-    named = _NAME.fullmatch(path.name)
-    if named is None:
-        raise ValueError(f"`{path.name}` does not name a checkpoint")
-    return int(named[1])
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"`{path.name}` is not the name of a checkpoint")
+    return int(match[1])
 
 
 def missing_checkpoint(directory: Path) -> ArbError:
@@ -79,7 +79,7 @@ def run_of(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def directory_of(path: Path) -> Path:
+def require_run(path: Path) -> Path:
     """Return the directory of a run, given the directory or a checkpoint in it.
 
     Raises:
@@ -97,7 +97,7 @@ def directory_of(path: Path) -> Path:
 
 
 def latest_run(root: Path = RUNS) -> Path:
-    """Return the run with a checkpoint that was started last.
+    """Return the most recently started run that has a checkpoint.
 
     Raises:
         ArbError: there is none, or a `config.json` is invalid.
@@ -105,23 +105,23 @@ def latest_run(root: Path = RUNS) -> Path:
     runs = [path.parent for path in root.glob(f"*/{CONFIG}") if checkpoints(path.parent)]
     if not runs:
         raise ArbError(
-            f"there is no run in `{root}` that has saved anything",
+            f"there is no run with a checkpoint in `{root}`",
             "name a run or a checkpoint, or start a run with `arb train`",
         )
 
-    def begun(run: Path) -> tuple[int, str, str]:
+    def order(run: Path) -> tuple[int, str, str]:
         # modification times change with copies, and the clock may have been set back
         facts = read_json(run / CONFIG, {"number": int | None, "started": str | None})
         return facts.get("number") or 0, facts.get("started") or "", run.name
 
-    return max(runs, key=begun)
+    return max(runs, key=order)
 
 
 def check_free(run: Path) -> None:
     """Check that a path can become the directory of a new run.
 
     Raises:
-        ArbError: it is a file, or contains a run or the weights of one.
+        ArbError: it is a file, or contains a run or its weights.
     """
     if run.is_file():
         raise ArbError(f"`{run}` is a file", "choose another `--out`")

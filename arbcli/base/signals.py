@@ -22,14 +22,14 @@ class Interrupted(BaseException):
         self.name = name
 
 
-class RememberedSignal:
+class RecordedSignal:
     """Records the first stopping signal in `received`, for a loop that checks it between steps.
 
-    A second signal has its previous effect, but a second SIGHUP is ignored, as closing a terminal
+    A second signal has its original effect, but a second SIGHUP is ignored, as closing a terminal
     sends several. If SIGHUP is ignored from the start, as under `nohup`, it stays ignored.
 
     Args:
-        confirm: called with the signal at once, in the main thread between any two operations.
+        confirm: called with the signal immediately, by the signal handler in the main thread.
     """
 
     received: signal.Signals | None = None
@@ -65,7 +65,7 @@ class RememberedSignal:
             signal.signal(*self._previous.popitem())
 
 
-class RaisedSignal(RememberedSignal):
+class RaisedSignal(RecordedSignal):
     """Raises `Interrupted` immediately."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ def sockets(root: Path = ROOT) -> dict[int, set[int]]:
 
 
 def gpu_cpus(index: int, root: Path = ROOT) -> set[int]:
-    """Return the processors that are near an NVIDIA GPU; empty if unknown.
+    """Return the processors local to an NVIDIA GPU; empty if unknown.
 
     Args:
         index: index of the GPU among the visible ones.
@@ -35,7 +35,7 @@ def gpu_cpus(index: int, root: Path = ROOT) -> set[int]:
     try:
         addresses = sorted(path.name for path in (root / "proc/driver/nvidia/gpus").iterdir())
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        numbers = [int(one) for one in visible.split(",")] if visible else range(len(addresses))
+        numbers = list(map(int, visible.split(","))) if visible else range(len(addresses))
         address = addresses[numbers[index]].lower()
         return _numbers((root / f"sys/bus/pci/devices/{address}/local_cpulist").read_text())
     except (OSError, ValueError, IndexError):
@@ -54,11 +54,11 @@ def _numbers(text: str) -> set[int]:
 def pin_to_socket(process: int, *, uses_cpu: bool, root: Path = ROOT) -> tuple[int, set[int]]:
     """Pin all threads of this process, and those that they start, to one socket.
 
-    This is the socket near the process's GPU, or on a CPU the sockets in turn.
+    The socket is that of the process's GPU; on a CPU, processes take the sockets in turn.
 
     Args:
         process: local rank of the process.
-        uses_cpu: whether it computes on the CPU.
+        uses_cpu: whether the process computes on the CPU.
         root: as in `sockets`.
 
     Returns:
@@ -69,14 +69,16 @@ def pin_to_socket(process: int, *, uses_cpu: bool, root: Path = ROOT) -> tuple[i
     """
     if not hasattr(os, "sched_setaffinity"):
         raise ArbError("this system does not support pinning", "leave `--pin` out")
-    known = sockets(root)
-    if len(known) < 2:
+    cpus_by_socket = sockets(root)
+    if len(cpus_by_socket) < 2:
         raise ArbError(
-            "`--pin` needs several sockets, and this process may only use one", "leave `--pin` out"
+            "`--pin` needs several sockets, and this process can only use one", "leave `--pin` out"
         )
-    near = set() if uses_cpu else gpu_cpus(process, root)
-    turn = sorted(known)[process % len(known)]
-    chosen = max(known, key=lambda number: (len(known[number] & near), number == turn))
+    local_cpus = set() if uses_cpu else gpu_cpus(process, root)
+    default = sorted(cpus_by_socket)[process % len(cpus_by_socket)]
+    socket, cpus = max(
+        cpus_by_socket.items(), key=lambda item: (len(item[1] & local_cpus), item[0] == default)
+    )
     for thread in (ROOT / "proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), known[chosen])
-    return chosen, known[chosen]
+        os.sched_setaffinity(int(thread.name), cpus)
+    return socket, cpus

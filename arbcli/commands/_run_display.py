@@ -46,7 +46,7 @@ class RunDisplay(Observer):
     ) -> None:
         self.quiet, self.as_json = quiet or not is_first, as_json and is_first
         self.advises, self.is_first = advises, is_first
-        self.line = LiveLine(moves=True)
+        self.line = LiveLine(refreshes=True)
         self._step = self._first_step = 0
         """Number of steps done, and those of an earlier process."""
         self._begun = 0.0

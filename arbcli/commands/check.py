@@ -9,7 +9,7 @@ from rich.console import Group
 
 from arbcli.base.errors import counted
 from arbcli.base.output import LiveLine, emit, table
-from arbcli.base.run_files import directory_of
+from arbcli.base.run_files import require_run
 from arbcli.commands._options import Checkpoint, Json, Run, find_run, one_path
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def print_check(
         root: directory of the runs, for `auto`.
     """
     run = find_run(run, root)
-    directory_of(run)  # refuses another path before torch is imported
+    require_run(run)  # refuses another path before torch is imported
     with LiveLine("reading"):
         from arbcli.training.check import check_run  # torch takes seconds to import
 

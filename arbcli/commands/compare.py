@@ -8,7 +8,7 @@ import typer
 from rich.console import Group
 
 from arbcli.base.output import bytes_text, clock, emit, table
-from arbcli.base.run_files import directory_of
+from arbcli.base.run_files import require_run
 from arbcli.commands._options import Json, find_run
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.config.settings import OUTPUT
@@ -41,7 +41,7 @@ def compare(
         check_file(plot, "--plot", PICTURES)
     from arbcli.inspect.runs import compare_runs
 
-    report = compare_runs([directory_of(find_run(path)) for path in runs])
+    report = compare_runs([require_run(find_run(path)) for path in runs])
     if plot is not None:
         from arbcli.inspect.plots import plot_runs
 

@@ -16,7 +16,7 @@ from arbcli.base.output import (
     LiveLine,
     TextWriter,
     emit_json,
-    is_shown,
+    is_stdout_terminal,
     is_terminal,
     note,
     write_bytes,
@@ -210,7 +210,7 @@ def generate(
     collected, collects = bytearray(start), as_json or chunks or out is not None
     ends = None if out is None else partial(Completion(out).is_complete, collected)
     is_given = prompt is not None or prompt_file is not None
-    echoes = is_given and not (raw or chats) and is_shown() if echo is None else echo
+    echoes = is_given and not (raw or chats) and is_stdout_terminal() if echo is None else echo
     with PromptProgress() as reading, TextWriter() as writer:
         if echoes and not collects:
             (write_bytes if raw else writer.write)(start)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from arbcli.base.output import LiveLine, bytes_text, chunked_text, emit, note, table
-from arbcli.base.run_files import directory_of
+from arbcli.base.run_files import require_run
 from arbcli.commands import _options as opt
 from arbcli.commands._help import combining
 from arbcli.commands._outputs import PICTURES, check_file
@@ -67,7 +67,7 @@ def probe_loss(
         changed = [name for name in settings if name not in STEP_FIELDS]
         opt.refuse_kept(changed, "probe a new model")
         path = opt.find_run(path, loads=True)
-        directory_of(path)  # a probe continues the training of a run
+        require_run(path)  # a probe continues the training of a run
     with LiveLine("loading") as line:
         from arbcli.inspect import probe, room  # slow to import, and not needed for `arb --help`
         from arbcli.inspect.plots import plot_probe, require_matplotlib

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from arbcli.base import run_files
-from arbcli.base.environment import free_threads, is_for_cpu, may_have_gpu, set_spins
+from arbcli.base.environment import free_threads, may_have_gpu, set_spins, uses_cpu
 from arbcli.base.errors import ArbError, shell_word
 from arbcli.base.output import LiveLine, emit_json, note, write_bytes
 from arbcli.base.signals import STOPPED_UNSAVED, exit_code
@@ -167,7 +167,7 @@ def train(
             raise typer.Exit(print_check(Path(resume), settings, as_json=as_json, root=out))
         latest = resume == "auto"
         run = run_files.latest_run(out or run_files.RUNS) if latest else opt.find_run(Path(resume))
-        run_files.directory_of(run)  # refuses another path before torch is imported
+        run_files.require_run(run)  # refuses another path before torch is imported
     machine = opt.given_options(device=device, backend=backend)
     if print_config:
         _show_settings(settings | machine, as_json=as_json)
@@ -264,7 +264,7 @@ def _leave_busy_processors(device: str | None, display: RunDisplay) -> None:
     """Compute with fewer threads while other programs use the CPU, and print a note."""
     import torch
 
-    if not is_for_cpu(device):
+    if not uses_cpu(device):
         return
     usual = torch.get_num_threads()
     threads = free_threads(usual, os.cpu_count() or 1)

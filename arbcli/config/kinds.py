@@ -5,12 +5,12 @@ Kinds of the core are listed here, those of families in `arbcli.families`.
 
 from importlib import import_module
 
-from arbcli.base.lazy import LoadedMapping
+from arbcli.base.lazy import LazyMapping
 from arbcli.config.parts.base import PartConfig
 from arbcli.families import FAMILIES, Family
 
 
-class Kinds(LoadedMapping[type[PartConfig]]):
+class Kinds(LazyMapping[type[PartConfig]]):
     """Configuration classes by kind; a class is imported when it is looked up.
 
     Args:

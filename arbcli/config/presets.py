@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.base.lazy import LoadedMapping
+from arbcli.base.lazy import LazyMapping
 from arbcli.base.reading import shown
 from arbcli.config import short_forms
 from arbcli.config.fields import build_dataclass, change_fields
@@ -50,11 +50,11 @@ def _short_form(name: str) -> ShortForm:
     )
 
 
-SHORT_FORMS = LoadedMapping(
+SHORT_FORMS = LazyMapping(
     (*DENSE, *(name for family in FAMILIES.values() for name in family.presets)), _short_form
 )
 """Short forms of the presets, by name."""
-PRESETS = LoadedMapping(SHORT_FORMS, lambda name: short_forms.assemble(*SHORT_FORMS[name]))
+PRESETS = LazyMapping(SHORT_FORMS, lambda name: short_forms.assemble(*SHORT_FORMS[name]))
 """Models of the presets, by name."""
 
 

@@ -19,7 +19,7 @@ from types import UnionType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from arbcli.base.errors import ArbError, quoted, setting_error
-from arbcli.base.reading import is_of, shown
+from arbcli.base.reading import has_type, shown
 
 MODEL = "Model"
 HNET = "Parts of hnet presets"
@@ -211,9 +211,9 @@ def check_type(field: str, value: Any, kind: Any) -> None:
     Raises:
         ArbError: it has another type, or is not finite.
     """
-    if not is_of(value, kind):
+    if not has_type(value, kind):
         name = getattr(kind, "__name__", None) or str(kind)
-        if isinstance(value, float) and is_of(0.0, kind):
+        if isinstance(value, float) and has_type(0.0, kind):
             raise ArbError(
                 f"`{field}` is `{value}`", "use a number that is finite", fields=(field,)
             )
@@ -241,7 +241,7 @@ def as_type(value: Any, kind: Any, where: str) -> Any:
             element = get_args(choice)[0]
             if all(type(part) is element for part in value):
                 return tuple(value)
-        if is_of(value, choice):
+        if has_type(value, choice):
             return float(value) if choice is float else value
     names = " or ".join(
         "list" if get_origin(choice) is tuple else getattr(choice, "__name__", str(choice))

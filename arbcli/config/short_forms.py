@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
 from arbcli.base.errors import ArbError, setting_error
-from arbcli.base.lazy import ExtendedMapping, LoadedMapping
+from arbcli.base.lazy import ExtendedMapping, LazyMapping
 from arbcli.config.model import LISTS, MAX_BLOCKS, BlockConfig, Context, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.base import PartConfig
@@ -203,9 +203,7 @@ def _form(name: str) -> Form:
     return import_module(f"arbcli.families.{family_of(name)}.presets").FORM
 
 
-FORMS = LoadedMapping(
-    ("dense", *(family.form for family in FAMILIES.values() if family.form)), _form
-)
+FORMS = LazyMapping(("dense", *(family.form for family in FAMILIES.values() if family.form)), _form)
 """Short forms by name."""
 
 

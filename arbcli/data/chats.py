@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from arbcli.base.errors import ArbError
-from arbcli.base.reading import is_of, parse_json, unreadable
+from arbcli.base.reading import has_type, parse_json, unreadable
 from arbcli.data.chat_template import (
     ChatTemplate,
     Message,
@@ -301,7 +301,7 @@ class _Reader:
         messages = record.get(self.field)
         if messages is None:
             messages = next((record[name] for name in CHATS if record.get(name)), None)
-        if not isinstance(messages, list) or not is_of(messages, list[dict]):
+        if not isinstance(messages, list) or not has_type(messages, list[dict]):
             raise ValueError(f"its `{self.field}` are not a list of objects")
         converted = [self._message(message) for message in messages]
         if not any(message["role"] == ROLES[1] for message in converted):
@@ -390,7 +390,7 @@ class _Reader:
 
 def _is_text_part(part: Any) -> bool:
     """Return whether a part of a message's content is a text."""
-    return is_of(part, dict) and part.get("type") == "text" and is_of(part.get("text"), str)
+    return has_type(part, dict) and part.get("type") == "text" and has_type(part.get("text"), str)
 
 
 def _texts_in(value: Any) -> Iterator[str]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from arbcli.base.caches import cache_folder, is_cached, write_cached
-from arbcli.base.environment import number_in
+from arbcli.base.environment import parse_env_int
 from arbcli.base.errors import ArbError, library_errors, optional_module, quoted
 from arbcli.base.lazy import imported
 from arbcli.base.reading import DAMAGED, unreadable
@@ -188,7 +188,7 @@ def bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator[
     """
     limit = max(MIN_LIMIT, MAX_EXPANSION * packed_bytes)
     if LIMIT in os.environ:
-        limit = number_in(os.environ, LIMIT, 1) * 2**30
+        limit = parse_env_int(os.environ, LIMIT, 1) * 2**30
     total = 0
     try:
         for block in blocks:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from arbcli.base.errors import ArbError, optional_module, quoted
 from arbcli.base.lazy import imported
-from arbcli.base.reading import file_bytes, shown, unreadable
+from arbcli.base.reading import file_size, shown, unreadable
 from arbcli.families import medium_of
 
 COMPRESSED = (".gz", ".zst")
@@ -125,7 +125,7 @@ def find_files(entries: Sequence[str], left_out: list[str], conversion: Conversi
     for entry in entries:
         for file in _expand(entry, left_out, conversion):
             unique.setdefault(os.path.realpath(file), file)
-    files = [file for file in unique.values() if file_bytes(file)]
+    files = [file for file in unique.values() if file_size(file)]
     if not files:
         raise _missing_text(entries)
     return files
@@ -179,7 +179,7 @@ def find_standard_library() -> list[Path]:
     """
     folder = sysconfig.get_paths()["stdlib"]
     files = [file for file in _files_below(folder, [], NOT_TEXT) if file.suffix == ".py"]
-    files = [file for file in files if file_bytes(file)]
+    files = [file for file in files if file_size(file)]
     if len(files) < 2:
         raise TextError(
             f"this Python has no source of its standard library in `{folder}`",
@@ -210,7 +210,7 @@ def check_named(entries: Iterable[str], field: str | None = None) -> None:
             if not mode and next(_matches(path), None) is None:
                 raise _missing_files(name, is_named=False)
             is_file = mode != 0 and not stat.S_ISDIR(mode)
-        has_bytes |= not is_file or file_bytes(Path(path)) > 0  # others are unknown until read
+        has_bytes |= not is_file or file_size(Path(path)) > 0  # others are unknown until read
         plain.append(name == STDIN or (is_file and not may_have_records(Path(path))))
     if entries and not has_bytes:
         raise _missing_text(entries)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from arbcli.base.errors import ArbError
 from arbcli.base.lazy import imported
-from arbcli.base.reading import file_bytes
+from arbcli.base.reading import file_size
 from arbcli.data import files as data_files
 from arbcli.data.text import FAR_NATS, Mixture, Text, Texts, entropy
 from arbcli.families import medium_of
@@ -159,9 +159,9 @@ def _part(file: Path, conversion: data_files.Conversion) -> _Part:
         if conversion.as_json:
             raise ArbError(f"`{file}` has no records", "leave `--field` out")
         layout = imported("arbcli.data.shards:shard_layout")(file, conversion.data_format)
-        return _Part(file, layout[0], file_bytes(file), layout[1])
+        return _Part(file, layout[0], file_size(file), layout[1])
     plain = plain_file(file, conversion)
-    return _Part(plain, 0, file_bytes(plain), 1)
+    return _Part(plain, 0, file_size(plain), 1)
 
 
 def _joined(parts: Sequence[_Part]) -> Text:

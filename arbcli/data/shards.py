@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from arbcli.base.errors import ArbError
-from arbcli.base.reading import DAMAGED, file_bytes, open_regular
+from arbcli.base.reading import DAMAGED, file_size, open_regular
 from arbcli.data.conversion import bounded, converted
 from arbcli.data.files import name_inside
 from arbcli.data.text import TOKEN_BYTES, Text
@@ -52,7 +52,7 @@ def shard_layout(path: Path, data_format: str | None) -> tuple[int, int]:
         )
     with open_regular(path) as file:
         beginning = file.read(HEADER_BYTES)
-    size = file_bytes(path)
+    size = file_size(path)
     if width := header_width(beginning):
         tokens = int.from_bytes(beginning[8:12], "little")
         if data_format not in (None, f"tokens{8 * width}"):

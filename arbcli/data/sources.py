@@ -8,7 +8,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from arbcli.base.caches import is_cached, own_folder, write_cached
+from arbcli.base.caches import is_cached, private_folder, write_cached
 from arbcli.base.errors import ArbError, library_errors, optional_module, os_errors, quoted
 from arbcli.base.reading import read_json, shown
 from arbcli.data.conversion import BLOCK_BYTES, texts_folder
@@ -36,7 +36,7 @@ def stdin_file() -> Path:
     digest = sha256()
     with (
         os_errors("read", "standard input", "free some space, or name a file"),
-        tempfile.TemporaryFile(dir=own_folder(texts_folder().name)) as file,
+        tempfile.TemporaryFile(dir=private_folder(texts_folder().name)) as file,
     ):
         while block := sys.stdin.buffer.read(BLOCK_BYTES):
             digest.update(block)

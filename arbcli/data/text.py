@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbcli.base.errors import ArbError
-from arbcli.base.reading import file_bytes, unreadable
+from arbcli.base.reading import file_size, unreadable
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ class Text:
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._set_pieces((path, 0, file_bytes(path)) for path in paths)
+        self._set_pieces((path, 0, file_size(path)) for path in paths)
 
     _source: "Text | None" = None
     """The same text as bytes; None if these are its symbols."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from arbcli.base.errors import ArbError, library_errors, optional_module
 from arbcli.base.lazy import imported
-from arbcli.base.output import held_stderr
+from arbcli.base.output import deferred_stderr
 from arbcli.base.reading import read_small
 from arbcli.data.conversion import converted
 from arbcli.data.text import Mixture, Text
@@ -70,7 +70,7 @@ class Tokenizer:
         self.ends: frozenset[int] = frozenset()
         """Tokens that end a generated text, if the model's files are known: see `stop_tokens`."""
         self.digest = sha256(content).hexdigest()
-        with held_stderr(), library_errors(f"`{name}` is not a tokenizer", OTHER_TOKENIZER):
+        with deferred_stderr(), library_errors(f"`{name}` is not a tokenizer", OTHER_TOKENIZER):
             self._tokenizer = package.Tokenizer.from_str(content.decode())
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()

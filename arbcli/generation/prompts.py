@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.base.reading import is_of, parse_json
+from arbcli.base.reading import has_type, parse_json
 from arbcli.generation.batch import Request
 from arbcli.generation.sampling import Sampling
 
@@ -65,7 +65,7 @@ def _fields(line: bytes) -> dict[str, Any]:
         if name not in FIELDS:
             raise ArbError(f"no field is named `{name}`", f"use some of: {quoted(FIELDS)}")
         kind = FIELDS[name]
-        if not is_of(field, kind):
+        if not has_type(field, kind):
             kinds = {str: "a string", int: "an integer", float: "a number"}
             raise ArbError(f"`{name}` is {json.dumps(field)[:SHOWN_LENGTH]}", f"give {kinds[kind]}")
     return value

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from arbcli.base.errors import ArbError
 from arbcli.base.output import printable
-from arbcli.base.reading import is_of, parse_json
+from arbcli.base.reading import has_type, parse_json
 from arbcli.config.model import MAX_SIZE
 from arbcli.generation.conversation import Conversation
 from arbcli.generation.sampling import Sampling
@@ -53,7 +53,7 @@ class Field(NamedTuple):
     """A field of a request."""
 
     kind: Any
-    """Type of its value, for `is_of`."""
+    """Type of its value, for `has_type`."""
     expected: str
     """Values that it can have, for errors."""
     fits: Callable[[Any], bool] = lambda _: True
@@ -145,7 +145,7 @@ def parse_request(body: bytes, engine: Engine, *, chat: bool) -> ParsedRequest:
             code="model_not_found",
         )
     options = fields.get("stream_options", {})
-    if {*options} - {"include_usage"} or not is_of(options, dict[str, bool]):
+    if {*options} - {"include_usage"} or not has_type(options, dict[str, bool]):
         expected = '{"include_usage": true} or {"include_usage": false}'
         raise RequestError(f"`stream_options` must be {expected}", param="stream_options")
     try:
@@ -191,7 +191,7 @@ def _fields(body: bytes, known: Mapping[str, Field]) -> dict[str, Any]:
             shown = ascii(name)[1:-1][:80]
             raise RequestError(f"the field `{shown}` is not supported", param=shown)
         kind, expected, fits = known[name]
-        if not is_of(value, kind) or not fits(value):
+        if not has_type(value, kind) or not fits(value):
             raise RequestError(f"`{name}` must be {expected}", param=name)
     return fields
 
@@ -201,7 +201,7 @@ def _prompts(fields: dict[str, Any], engine: Engine) -> list[tuple[Sequence[int]
     prompt = fields.get("prompt")
     if not prompt and prompt != "":
         raise RequestError("there is no `prompt`", param="prompt")
-    prompts = [prompt] if isinstance(prompt, str) or is_of(prompt, list[int]) else prompt
+    prompts = [prompt] if isinstance(prompt, str) or has_type(prompt, list[int]) else prompt
     if len(prompts) > MAX_TEXTS:
         raise RequestError(f"there are more than {MAX_TEXTS} prompts", param="prompt")
     for text in prompts:
@@ -250,7 +250,7 @@ def _content(content: Any) -> str:
     """Return the text of a message, which may be in parts."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
-        is_text = is_of(part, dict[str, str]) and part.keys() == {"type", "text"}
+        is_text = has_type(part, dict[str, str]) and part.keys() == {"type", "text"}
         if not is_text or part["type"] != "text":
             raise RequestError("the `content` of a message must be text", param="messages")
     return "".join(part["text"] for part in parts)

@@ -8,7 +8,7 @@ from typing import Any
 
 from arbcli.base.atomic_files import TEMPORARY, is_abandoned
 from arbcli.base.errors import ArbError, counted
-from arbcli.base.run_files import CONFIG, best_checkpoints, checkpoints, directory_of, step_of
+from arbcli.base.run_files import CONFIG, best_checkpoints, checkpoints, require_run, step_of
 from arbcli.config.training import TrainConfig
 from arbcli.model.checkpoint import Accept, Checkpoint, DamagedError, load_checkpoint, path_of
 from arbcli.training import resume
@@ -80,7 +80,7 @@ def check_run(
     Raises:
         ArbError: there is no run.
     """
-    run = directory_of(path)
+    run = require_run(path)
     findings: list[Finding] = []
     facts: dict[str, Any] = {}
     config = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.run_files import best_checkpoints
-from arbcli.base.signals import RememberedSignal
+from arbcli.base.signals import RecordedSignal
 from arbcli.kernels.runtime.compiling import counted_compiling
 from arbcli.training.observer import Observer
 from arbcli.training.record import FirstStep, RunRecords, TrainReport, held_out_losses
@@ -80,7 +80,7 @@ class Loop:
         trainer, config = self.trainer, self.config
         self.observer.started(self.run_path, trainer, self.facts)
         val_loss, sample = None, ""
-        with RememberedSignal(self._confirm_stop) as signal, self._saved_after_an_error():
+        with RecordedSignal(self._confirm_stop) as signal, self._saved_after_an_error():
             if self.saver.saved_step is None:
                 self._save()
             elif self.recorder.recorded_step < trainer.step < config.steps:
@@ -127,7 +127,7 @@ class Loop:
         self.observer.ended(report)
         return report
 
-    def _is_over(self, signal: RememberedSignal) -> bool:
+    def _is_over(self, signal: RecordedSignal) -> bool:
         """Return whether all steps are done, or the run stops before."""
         if self.trainer.step == self.config.steps or self.patience.is_exhausted:
             return True
@@ -144,7 +144,7 @@ class Loop:
             f" step {patience.best_step or 0:,}{kept_as}"
         )
 
-    def _is_stopped(self, signal: RememberedSignal) -> bool:
+    def _is_stopped(self, signal: RecordedSignal) -> bool:
         """Return whether any process was signalled to stop; also agree whether to save."""
         due = self.group.first and self.saver.is_due
         received, any_due = self.group.agree(signal.received or 0, due)

@@ -11,7 +11,7 @@ from typing import Any
 
 from arbcli.base.atomic_files import open_to_append, write_file
 from arbcli.base.errors import ArbError, os_errors, shell_word
-from arbcli.base.reading import open_regular, parse_json, test_of
+from arbcli.base.reading import open_regular, parse_json, type_check
 from arbcli.config.training import TrainConfig
 from arbcli.training.schedule import Patience, is_evaluated, is_recorded
 
@@ -158,7 +158,7 @@ MAX_BYTES = 2**30
 """Maximum size of a run's file of records, enough for more than a million."""
 
 
-_TESTS = {name: test_of(kind) for name, kind in SCHEMA.items()}
+_TESTS = {name: type_check(kind) for name, kind in SCHEMA.items()}
 
 
 def _lines(run: Path, offset: int = 0) -> Iterator[tuple[bytes, dict[str, Any] | None]]:

@@ -15,7 +15,7 @@ import torch
 from arbcli.base.atomic_files import refuse_link, write_json
 from arbcli.base.errors import ArbError, quoted, shell_word
 from arbcli.base.lazy import imported
-from arbcli.base.run_files import CONFIG, checkpoint_path, checkpoints, directory_of
+from arbcli.base.run_files import CONFIG, checkpoint_path, checkpoints, require_run
 from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
 from arbcli.config.training import (
@@ -105,7 +105,7 @@ def resume_run(
             f"`{fixed[0]}` of a run cannot change",
             f"start a new run from its weights with `init_from`, or change: {quoted(CHANGEABLE)}",
         )
-    run = directory_of(path)
+    run = require_run(path)
     facts = directory.read_facts(run)
     config = dataclasses.replace(directory.run_config(run, facts), **changes)
     config = on_machine(config, device, backend)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from arbcli.base import caches as cached_files
-from arbcli.base.caches import cache_folder, is_cached, own_folder, read_cached, write_cached
+from arbcli.base.caches import cache_folder, is_cached, private_folder, read_cached, write_cached
 from arbcli.base.errors import ArbError
 from arbcli.data.chats import Chats
 from arbcli.data.opening import plain_file
@@ -101,7 +101,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 def test_user_without_a_home_caches_in_an_own_temporary_folder(folder):
     path = cache_folder() / "file"
     write_cached(path, [CONTENT])
-    assert own_folder("modules") == folder / "modules"
+    assert private_folder("modules") == folder / "modules"
     assert is_cached(path)
     assert read_cached(folder / "file") == CONTENT
     for made in (folder, folder / "modules"):
@@ -121,7 +121,7 @@ def test_temporary_folder_of_another_user_is_not_used(kind, folder, monkeypatch)
         Path("own").mkdir(mode=0o700)
         folder.symlink_to("own")
     owned_by_another(folder, monkeypatch)
-    assert own_folder("modules") is None
+    assert private_folder("modules") is None
     with pytest.raises(ArbError, match="cannot write to the cache"):
         write_cached(folder / "file", [CONTENT])
     assert list(folder.iterdir()) == []

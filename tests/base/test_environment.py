@@ -12,7 +12,7 @@ import pytest
 from arbcli import __main__, cli
 from arbcli.base import environment, sockets
 from arbcli.base.environment import set_environment, set_spins
-from arbcli.base.signals import HANGUP, STOPPING, Interrupted, RaisedSignal, RememberedSignal
+from arbcli.base.signals import HANGUP, STOPPING, Interrupted, RaisedSignal, RecordedSignal
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def empty(monkeypatch) -> dict[str, str]:
 
 @pytest.mark.parametrize(("others", "yields", "spins"), [(0, True, 0), (2, True, 1), (2, False, 0)])
 def test_threads_spin_less_next_to_other_programs(others, yields, spins, empty, monkeypatch):
-    monkeypatch.setattr(environment, "others_running", lambda: others)
+    monkeypatch.setattr(environment, "count_busy_processors", lambda: others)
     set_environment(spins=False)
     assert empty["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "GOMP_SPINCOUNT" not in empty
@@ -85,7 +85,7 @@ def set_before() -> Iterator[Callable]:
 def test_second_signal_reaches_the_previous_handler(number, set_before):
     came = []
     set_before(number, lambda *_: came.append("second"))
-    with RememberedSignal() as remembered:
+    with RecordedSignal() as remembered:
         signal.raise_signal(number)
         assert remembered.received == number
         assert came == []
@@ -106,7 +106,7 @@ def test_signal_is_raised_by_its_name(number, set_before):
 def test_hangup_that_comes_twice_has_no_effect_of_its_own(before, set_before):
     """A terminal that is closed sends more than one."""
     set_before(HANGUP, before)
-    with RememberedSignal() as remembered:
+    with RecordedSignal() as remembered:
         signal.raise_signal(HANGUP)
         assert signal.getsignal(HANGUP) == signal.SIG_IGN
         signal.raise_signal(HANGUP)
@@ -114,7 +114,7 @@ def test_hangup_that_comes_twice_has_no_effect_of_its_own(before, set_before):
     assert signal.getsignal(HANGUP) == before
 
 
-@pytest.mark.parametrize("listener", [RememberedSignal, RaisedSignal])
+@pytest.mark.parametrize("listener", [RecordedSignal, RaisedSignal])
 def test_hangup_that_is_ignored_is_not_listened_to(listener, set_before):
     """As `nohup` has it; the others are listened to all the same."""
     set_before(HANGUP, signal.SIG_IGN)

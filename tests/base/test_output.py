@@ -143,7 +143,7 @@ def test_line_that_is_written_over_fits_the_terminal(terminal):
 
 def test_line_that_moves_is_made_for_the_width_and_left_as_it_is_last(terminal):
     numbers = iter(range(99))
-    with LiveLine(moves=True) as line:
+    with LiveLine(refreshes=True) as line:
         line.follow(lambda width: f"{next(numbers)} of {width}")
         line.show("an evaluation", keep=True)
         line._live.refresh()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from arbcli.base.errors import ArbError
-from arbcli.base.reading import ALTERED, check_schema, is_of, parse_json, read_json
+from arbcli.base.reading import ALTERED, check_schema, has_type, parse_json, read_json
 from arbcli.base.run_files import CONFIG
 from arbcli.config.model import MAX_SIZE, ModelConfig
 from arbcli.data.chat_template import template_sources
@@ -74,7 +74,7 @@ def token_keys(
     kinds = [UNUSED] * config.vocabulary
 
     def set_token(text: Any, index: Any, kind: int) -> None:
-        if not (is_of(text, str) and is_of(index, int) and 0 <= index < config.vocabulary):
+        if not (has_type(text, str) and has_type(index, int) and 0 <= index < config.vocabulary):
             raise ArbError(f"`{path}` has a token that the model lacks: {text!r:.60}", ALTERED)
         tokens[index], kinds[index] = text, kind
 
@@ -137,8 +137,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _merges(merges: list[Any], path: Path) -> list[str]:
     """Join merges that are pairs, as in newer files, by a space."""
-    texts = [" ".join(pair) if is_of(pair, list[str]) else pair for pair in merges]
-    if not is_of(texts, list[str]):
+    texts = [" ".join(pair) if has_type(pair, list[str]) else pair for pair in merges]
+    if not has_type(texts, list[str]):
         raise ArbError(f"`{path}` has a merge that is not a pair of texts", ALTERED)
     return texts
 
@@ -153,7 +153,7 @@ def _splitting_rules(tokenizer: dict[str, Any], path: Path) -> str:
     kinds = tuple(str(step.get("type")) for step in steps)
     if kinds == ("Split", "ByteLevel") and _has_options(steps[1], BYTES_ONLY):
         pattern = steps[0].get("pattern")
-        regex = pattern.get("Regex") if pattern and is_of(pattern, dict[str, str]) else None
+        regex = pattern.get("Regex") if pattern and has_type(pattern, dict[str, str]) else None
         is_plain = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert", False)
         if regex in PATTERNS and is_plain:
             return PATTERNS[regex]
@@ -183,7 +183,7 @@ def _check_options(tokenizer: dict[str, Any], path: Path) -> None:
             raise _unsupported(path, f"`{name}` of a model")
     for added in tokenizer.get("added_tokens") or ():
         for name in PLAIN_ADDED:
-            if is_of(added, dict) and added.get(name):
+            if has_type(added, dict) and added.get(name):
                 raise _unsupported(
                     path, f"`{name}` of a token, as `{added.get('content')!r:.40}` has"
                 )
@@ -197,7 +197,7 @@ def _steps(tokenizer: dict[str, Any], name: str, list_name: str) -> list[dict[st
     """List the steps of a part: itself, or its list `list_name`; none if they are malformed."""
     part = tokenizer.get(name) or {}
     steps = part.get(list_name, [part])
-    return steps if is_of(steps, list[dict]) else []
+    return steps if has_type(steps, list[dict]) else []
 
 
 def _special_ids(companions: Path) -> dict[str, int]:
@@ -209,7 +209,7 @@ def _special_ids(companions: Path) -> dict[str, int]:
         values = read_json(companions / name, {})
         for kind, key in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
             value = values.get(f"{key}_token_id")
-            value = value[0] if is_of(value, list[int]) and value else value
-            if is_of(value, int) and 0 <= value < MAX_SIZE:
+            value = value[0] if has_type(value, list[int]) and value else value
+            if has_type(value, int) and 0 <= value < MAX_SIZE:
                 tokens[kind] = value
     return tokens

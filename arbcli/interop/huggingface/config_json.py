@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from arbcli.base.errors import ArbError
-from arbcli.base.reading import is_of, read_json, shown
+from arbcli.base.reading import has_type, read_json, shown
 from arbcli.base.run_files import CONFIG
 from arbcli.config.model import MAX_BLOCKS, BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
@@ -87,7 +87,7 @@ class _Fields:
         value = self._left.pop(name, default)
         if value is ...:
             raise ArbError(f"{self.where} has no `{name}`", HINT)
-        if value is not default and not is_of(value, kind):
+        if value is not default and not has_type(value, kind):
             raise ArbError(f"{self.where} has no valid `{name}`: it is `{shown(value)}`", HINT)
         return value
 

@@ -12,7 +12,7 @@ from threading import Event, Thread
 
 import torch.distributed as dist
 
-from arbcli.base.environment import number_in
+from arbcli.base.environment import parse_env_int
 from arbcli.base.errors import ArbError
 from arbcli.base.signals import Interrupted
 from arbcli.training.parallel.launch import fail_once
@@ -48,7 +48,7 @@ class Heartbeat:
 
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str]) -> None:
         self._store, self._rank, self._hosts = store, rank, hosts
-        limit = number_in(os.environ, LOST, 1) if LOST in os.environ else LOST_SECONDS
+        limit = parse_env_int(os.environ, LOST, 1) if LOST in os.environ else LOST_SECONDS
         self._limit = float(limit)
         self._keys = [f"beat-{rank}" for rank in range(len(hosts))]
         self._seen: list[tuple[int, float]] = [(0, 0.0)] * len(hosts)

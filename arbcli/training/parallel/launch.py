@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from arbcli.base.output import fail, note
-from arbcli.base.signals import RememberedSignal
+from arbcli.base.signals import RecordedSignal
 from arbcli.training.parallel.process import STORE
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -56,7 +56,7 @@ def launch(command: Sequence[str], number: int) -> Failure | None:
         Interrupted: a second signal was received.
     """
     processes: list[Popen] = []
-    with TemporaryDirectory(prefix="arb-") as folder, RememberedSignal() as stop:
+    with TemporaryDirectory(prefix="arb-") as folder, RecordedSignal() as stop:
         shared = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
         shared |= {STORE: str(Path(folder) / "store")}
         try:
@@ -128,7 +128,7 @@ def _end_with(parent: int, prctl: Callable[[int, int], int]) -> None:
         os._exit(1)
 
 
-def _first_failure(processes: Sequence[Popen], stop: RememberedSignal) -> Failure | None:
+def _first_failure(processes: Sequence[Popen], stop: RecordedSignal) -> Failure | None:
     """Wait until all processes have ended, or until `KILL_SECONDS` after a failure."""
     running, failure = dict(enumerate(processes)), None
     forwarded = terminated = False

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from threading import Thread
 from typing import NamedTuple, TypeVar
 
-from arbcli.base.environment import number_in
+from arbcli.base.environment import parse_env_int
 from arbcli.base.errors import ArbError, quoted
 
 STORE = "ARB_STORE"
@@ -47,10 +47,10 @@ def this_process(environment: Mapping[str, str] = os.environ) -> ProcessRank:
     if not all(name in environment for name in (*RANKS, *where)):
         return ProcessRank()
     if where == MASTER:
-        number_in(environment, "MASTER_PORT", 1, 65535)
-    size = number_in(environment, "WORLD_SIZE", 1)
-    rank = number_in(environment, "RANK", 0, size - 1)
-    local_rank = number_in(environment, "LOCAL_RANK", 0, size - 1)
+        parse_env_int(environment, "MASTER_PORT", 1, 65535)
+    size = parse_env_int(environment, "WORLD_SIZE", 1)
+    rank = parse_env_int(environment, "RANK", 0, size - 1)
+    local_rank = parse_env_int(environment, "LOCAL_RANK", 0, size - 1)
     one_machine = environment.get("LOCAL_WORLD_SIZE") == str(size)
     one_machine |= environment.get("MASTER_ADDR") in LOCAL_HOSTS
     return ProcessRank(rank, size, local_rank, one_machine)

@@ -15,7 +15,7 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
-from arbcli.base.environment import number_in
+from arbcli.base.environment import parse_env_int
 from arbcli.base.errors import ArbError
 from arbcli.training.parallel.heartbeat import Heartbeat
 from arbcli.training.parallel.process import (
@@ -52,7 +52,7 @@ def seconds_to_join() -> int:
     Raises:
         ArbError: the environment variable is invalid.
     """
-    return number_in(os.environ, WAIT, 1) if WAIT in os.environ else WAIT_SECONDS
+    return parse_env_int(os.environ, WAIT, 1) if WAIT in os.environ else WAIT_SECONDS
 
 
 def connect(
@@ -207,7 +207,7 @@ def _open_store(process: ProcessRank, seconds: int) -> dist.Store:
     """
     if STORE in os.environ:
         return dist.FileStore(os.environ[STORE], process.size)
-    host, port = os.environ[MASTER[0]], number_in(os.environ, MASTER[1], 1, 2**16 - 1)
+    host, port = os.environ[MASTER[0]], parse_env_int(os.environ, MASTER[1], 1, 2**16 - 1)
     store = partial(
         dist.TCPStore, host, port, process.size, timeout=STORE_TIMEOUT, wait_for_workers=False
     )
