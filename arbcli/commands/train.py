@@ -30,7 +30,7 @@ from arbcli.config.training import (
     train_config_dict,
     trains_ternary,
 )
-from arbcli.loggers import LOGGERS, check_logger, find_logger
+from arbcli.loggers import LOGGERS, check_logger, create_logger
 from arbcli.model.rules import LR_OF_FADING_TUNING, LR_OF_TUNING
 from arbcli.training.observer import Observers
 
@@ -194,7 +194,7 @@ def train(
 
         if plot is not None:
             plots.require_matplotlib()
-        loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
+        loggers = [create_logger(name, display.noted) for name in dict.fromkeys(log or ())]
         observer = Observers([display, *loggers])
         smaller = room.HINT if resume is None else "use `--recompute` or a larger machine"
         hint = f"{smaller}, or `--force` to try it"

@@ -27,7 +27,7 @@ class Histogram:
     """A histogram of B bins."""
 
     edges: list[float]
-    """Edges of the bins, B + 1 numbers."""
+    """Edges of the bins, B + 1 values."""
     counts: list[int]
     """Number of values per bin."""
 
@@ -39,13 +39,13 @@ class Logger(Observer):
     logging ends, and the run continues.
 
     Args:
-        tell: called with a message if logging fails.
+        notify: called with a message if logging fails.
     """
 
     name: str
 
-    def __init__(self, tell: Callable[[str], None] = lambda message: None) -> None:
-        self.tell = tell
+    def __init__(self, notify: Callable[[str], None] = lambda message: None) -> None:
+        self.notify = notify
         self.failed = False
         self._trainer: Trainer | None = None
 
@@ -90,7 +90,7 @@ class Logger(Observer):
         """Log a record, with histograms of the state if held-out text was evaluated."""
 
         def log() -> None:
-            self.scalars(record.step, numbers(record))
+            self.scalars(record.step, scalar_values(record))
             trainer = self._trainer
             if record.val_loss is not None and trainer is not None:
                 with use_backend(trainer.config.backend):
@@ -117,12 +117,12 @@ class Logger(Observer):
         try:
             with contextlib.redirect_stdout(sys.stderr):  # stdout has data only
                 work()
-        except Exception as error:  # packages can raise any exception
+        except Exception as error:  # packages may raise any exception
             self.failed = True
-            self.tell(f"`--log {self.name}` failed and is disabled from here on: {error!r}")
+            self.notify(f"`--log {self.name}` failed and is disabled from here on: {error!r}")
 
 
-def numbers(record: Record) -> dict[str, float]:
+def scalar_values(record: Record) -> dict[str, float]:
     """Return the scalars of a record by name; fields of `parts` and `gauges` as `parts/ponder`."""
     values = record.as_json()
     del values["step"], values["sample"]
@@ -132,7 +132,7 @@ def numbers(record: Record) -> dict[str, float]:
 
 
 def flat_settings(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run by name; settings of its model as `model.rule`."""
+    """Return the settings of a run by name; those of its model as `model.rule`."""
     settings = dict(facts["config"])
     model = settings.pop("model")
     return settings | {f"model.{name}": value for name, value in model.items()}
@@ -140,7 +140,7 @@ def flat_settings(facts: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def state_histograms(model: LanguageModel) -> dict[str, Histogram]:
-    """Return histograms of trits and of scales' exponents per area; empty for a float baseline."""
+    """Compute histograms of trits and of scales' exponents per area; empty for a float baseline."""
     trits: dict[str, torch.Tensor] = {}
     octaves: dict[str, torch.Tensor] = {}
     for tensor in model.weights().values():
@@ -157,9 +157,8 @@ def state_histograms(model: LanguageModel) -> dict[str, Histogram]:
 
 
 def _histogram(counts: torch.Tensor, first: int) -> Histogram:
-    """Return a histogram of consecutive integers from `first`, without empty bins at both ends."""
-    numbers = counts.tolist()
-    used = [index for index, count in enumerate(numbers) if count] or [0]
-    begin, end = used[0], used[-1] + 1
-    edges = [first + index - 0.5 for index in range(begin, end + 1)]
-    return Histogram(edges, numbers[begin:end])
+    """Build a histogram of consecutive integers from `first`, without empty bins at both ends."""
+    nonzero = counts.nonzero().flatten().tolist() or [0]
+    start, stop = nonzero[0], nonzero[-1] + 1
+    edges = [first + index - 0.5 for index in range(start, stop + 1)]
+    return Histogram(edges, counts[start:stop].tolist())

@@ -1,5 +1,6 @@
 """Logger for TensorBoard, with event files in `RUN/tensorboard`."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,15 @@ class Logger(base.Logger):
     def histograms(self, step: int, values: dict[str, base.Histogram]) -> None:
         """Write histograms with their own bins."""
         for name, histogram in values.items():
-            middles = [
-                (a + b) / 2 for a, b in zip(histogram.edges, histogram.edges[1:], strict=False)
-            ]
-            pairs = list(zip(middles, histogram.counts, strict=True))
+            centres = [(left + right) / 2 for left, right in pairwise(histogram.edges)]
+            bins = list(zip(centres, histogram.counts, strict=True))
             self._writer.add_histogram_raw(
                 name,
                 min=histogram.edges[0],
                 max=histogram.edges[-1],
                 num=sum(histogram.counts),
-                sum=sum(middle * count for middle, count in pairs),
-                sum_squares=sum(middle**2 * count for middle, count in pairs),
+                sum=sum(centre * count for centre, count in bins),
+                sum_squares=sum(centre**2 * count for centre, count in bins),
                 bucket_limits=histogram.edges[1:],
                 bucket_counts=histogram.counts,
                 global_step=step,

@@ -18,11 +18,11 @@ class Logger(base.Logger):
     def open(self, run: Path, step: int, facts: dict[str, Any]) -> None:
         """Create a run, or continue the same run after a resume."""
         make_folder(run / "wandb")
-        began = f"{run.resolve()} {facts.get('started')}"
+        identity = f"{run.resolve()} {facts.get('started')}"
         self._run = wandb.init(
             project=base.PROJECT,
             name=run.resolve().name,
-            id=sha256(began.encode()).hexdigest()[:16],
+            id=sha256(identity.encode()).hexdigest()[:16],
             resume="allow",
             dir=str(run),
             config=base.flat_settings(facts),

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from arbcli.base.errors import ArbError
-from arbcli.loggers import LOGGERS, base, check_logger, find_logger
+from arbcli.loggers import LOGGERS, base, check_logger, create_logger
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer, Observers
 from arbcli.training.resume import resume_run
@@ -88,7 +88,7 @@ def test_missing_or_damaged_package_is_one_clear_line(name, found, monkeypatch):
     broken = MagicMock(side_effect=AttributeError("np.float_ was\nremoved"))
     monkeypatch.setattr(importlib, "import_module", broken)
     with pytest.raises(ArbError, match=f"`--log {name}` cannot be used: np.float_ was removed"):
-        find_logger(name, print)
+        create_logger(name, print)
 
 
 KEPT = {
@@ -118,7 +118,7 @@ def folder(tmp_path, monkeypatch):
 def test_package_has_the_logged_values_also_of_a_resumed_run(name, text, tmp_path, folder):
     package = pytest.importorskip(LOGGERS[name], reason=f"needs the package of `--log {name}`")
     told = []
-    train(text, tmp_path / "run", find_logger(name, told.append))
+    train(text, tmp_path / "run", create_logger(name, told.append))
     if name == "wandb":
         package.teardown()  # its own process has written all of it then
     if name == "mlflow":
@@ -129,7 +129,7 @@ def test_package_has_the_logged_values_also_of_a_resumed_run(name, text, tmp_pat
     words = ("val_loss", "trits/head", *KEPT[name])
     assert [word for word in words if word.encode() not in kept] == []
     (tmp_path / "run" / "step-000003.safetensors").unlink()
-    resume_run(tmp_path / "run", find_logger(name, told.append))
+    resume_run(tmp_path / "run", create_logger(name, told.append))
     assert told == []
 
 
