@@ -1,4 +1,4 @@
-"""The routes of the server, which hand requests to the engine and wait for its texts."""
+"""Routes of the server, which submit requests to the engine and wait for its texts."""
 
 import asyncio
 import json
@@ -31,18 +31,18 @@ from arbcli.serve.texts import Piece, Text
 OPEN_PATHS = ("/", "/health")
 """Paths that need no API key."""
 RETRY_SECONDS = 1
-"""Time after which a client may try again if the queue is full."""
+"""Time after which a client may retry if the queue is full, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of a request."""
+    """Limits of a request."""
 
     body_bytes: int = 4 * 2**20
     body_seconds: float = 20
-    """Time within which the body must arrive."""
+    """Timeout for receiving the body, in seconds."""
     seconds: float = 600
-    """Time within which all texts must be finished, including their time in the queue."""
+    """Timeout for all texts of a request, including their time in the queue, in seconds."""
 
 
 def build_app(
@@ -55,11 +55,10 @@ def build_app(
     """Create the application.
 
     Args:
-        engine: engine of the model, which is started and closed by the caller; None serves runs
-            alone.
-        api_key: key that clients must give, as a bearer token; None is none.
-        limits: bounds of requests.
-        watch: folder of runs to show; None is none.
+        engine: engine of the model, which the caller starts and closes; None only serves runs.
+        api_key: key that clients must send as a bearer token; None requires none.
+        limits: limits of requests.
+        watch: folder of runs to show; None shows none.
     """
     routes = page_routes(watch)
     if engine is not None:
@@ -75,17 +74,19 @@ def build_app(
     handlers: Any = {
         RequestError: _request_error,
         HTTPException: _http_error,
-        ArbError: _damaged_runs,
-        ClientDisconnect: _nobody,
+        ArbError: _runs_error,
+        ClientDisconnect: _client_closed_request,
         Exception: _server_error,
     }
     app = Starlette(routes=routes, exception_handlers=handlers)
-    app.add_middleware(_Bounds, api_key=api_key, seconds=limits.seconds + 2 * limits.body_seconds)
+    app.add_middleware(
+        _RequestGuard, api_key=api_key, seconds=limits.seconds + 2 * limits.body_seconds
+    )
     return app
 
 
-class _Bounds:
-    """Refuses requests without the API key, and ends those whose client does not read them."""
+class _RequestGuard:
+    """Rejects requests without the API key, and ends those whose client does not read."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, seconds: float) -> None:
         self._app, self._seconds = app, seconds
@@ -96,7 +97,7 @@ class _Bounds:
             authorization = Headers(scope=scope).get("authorization", "")
             if not secrets.compare_digest(authorization.encode("latin-1"), self._token):
                 error = RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
-                await _answer(error)(scope, receive, send)
+                await _error_response(error)(scope, receive, send)
                 return
         with suppress(TimeoutError):
             async with asyncio.timeout(self._seconds):
@@ -107,11 +108,11 @@ class _Service:
     def __init__(self, engine: Engine, limits: Limits) -> None:
         self._engine, self._limits = engine, limits
         self._started, self._num_requests = int(time.time()), 0
-        # a tokenizer is not for several threads; long prompts must not stop the event loop
+        # one thread, as tokenizers are not thread-safe; long prompts must not block the event loop
         self._parser = ThreadPoolExecutor(1, "parser")
 
     async def models(self, _: Request) -> Response:
-        """List the only model."""
+        """List the single model."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
@@ -133,12 +134,12 @@ class _Service:
         }
 
     async def health(self, _: Request) -> Response:
-        """Say whether texts can be generated."""
+        """Report whether texts can be generated."""
         healthy = self._engine.failure is None
         return JSONResponse({"status": "ok" if healthy else "failed"}, 200 if healthy else 503)
 
     async def metrics(self, _: Request) -> Response:
-        """Write counters and gauges in the format of Prometheus."""
+        """Return counters and gauges in the Prometheus text format."""
         engine, lines = self._engine, []
         for name, kind, value in (
             ("requests_total", "counter", self._num_requests),
@@ -153,19 +154,19 @@ class _Service:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def complete(self, request: Request, *, chat: bool) -> Response:
-        """Answer a request for completions."""
+        """Handle a completion request."""
         self._num_requests += 1
         body = await self._body(request)
         loop = asyncio.get_running_loop()
         parse = partial(parse_request, body, self._engine, chat=chat)
-        asked = await loop.run_in_executor(self._parser, parse)
-        pieces = _Pieces(asked.texts, self._engine, self._limits.seconds)
-        answer = Answer(asked, self._engine)
-        if asked.stream:
+        parsed = await loop.run_in_executor(self._parser, parse)
+        pieces = _Pieces(parsed.texts, self._engine, self._limits.seconds)
+        answer = Answer(parsed, self._engine)
+        if parsed.stream:
             return _Stream(answer, pieces)
         with pieces:
-            collecting = asyncio.create_task(_collected(pieces, len(asked.texts)))
-            tasks = {collecting, asyncio.create_task(_left(request))}
+            collecting = asyncio.create_task(_collect(pieces, len(parsed.texts)))
+            tasks = {collecting, asyncio.create_task(_wait_for_disconnect(request))}
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if not collecting.done():
@@ -194,12 +195,12 @@ class _Service:
 
 
 class _Pieces:
-    """The pieces of texts in order of arrival; texts that are not finished at exit are cancelled.
+    """The pieces of texts in order of arrival; unfinished texts are cancelled at exit.
 
     Args:
-        texts: the texts, which are submitted.
+        texts: texts, which are submitted to the engine.
         engine: the engine.
-        seconds: time within which all must be finished.
+        seconds: timeout for all texts, in seconds.
 
     Raises:
         RequestError: the engine was closed.
@@ -233,8 +234,8 @@ class _Pieces:
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, list[Piece]]]:
         """Yield the index of a text and its new pieces, until all texts have ended."""
-        left = len(self._texts)
-        while left:
+        num_unfinished = len(self._texts)
+        while num_unfinished:
             try:
                 async with asyncio.timeout_at(self._end):
                     new = [await self._queue.get()]
@@ -242,18 +243,18 @@ class _Pieces:
                 raise RequestError("the texts took too long", 504, code="timeout") from None
             while not self._queue.empty():
                 new.append(self._queue.get_nowait())
-            by_index: dict[int, list[Piece]] = {}
+            pieces_by_text: dict[int, list[Piece]] = {}
             for index, piece in new:
-                by_index.setdefault(index, []).append(piece)
-            for index, pieces in by_index.items():
-                left -= pieces[-1].finish is not None
+                pieces_by_text.setdefault(index, []).append(piece)
+            for index, pieces in pieces_by_text.items():
+                num_unfinished -= pieces[-1].finish is not None
                 if pieces[-1].finish == "error":
                     raise RequestError("the model failed", 500)
                 yield index, pieces
 
 
 class _Stream(StreamingResponse):
-    """An answer in server-sent events; the texts are cancelled if the client leaves."""
+    """An answer as server-sent events; the texts are cancelled if the client disconnects."""
 
     def __init__(self, answer: Answer, pieces: _Pieces) -> None:
         super().__init__(_events(answer, pieces), media_type="text/event-stream")
@@ -266,7 +267,7 @@ class _Stream(StreamingResponse):
 
 async def _events(answer: Answer, pieces: _Pieces) -> AsyncIterator[bytes]:
     try:
-        if answer.asked.chat:
+        if answer.request.chat:
             for index in range(len(answer.choices)):
                 yield _event(answer.role_chunk(index))
         async for index, new in pieces:
@@ -274,21 +275,21 @@ async def _events(answer: Answer, pieces: _Pieces) -> AsyncIterator[bytes]:
             make = partial(answer.chunk, index, new)
             chunk = await asyncio.to_thread(make) if new[0].echoed else make()
             yield _event(chunk)
-        if answer.asked.include_usage:
+        if answer.request.include_usage:
             yield _event(answer.usage_chunk())
     except RequestError as error:
         yield _event(error.body)
     yield b"data: [DONE]\n\n"
 
 
-async def _collected(pieces: _Pieces, count: int) -> list[list[Piece]]:
+async def _collect(pieces: _Pieces, count: int) -> list[list[Piece]]:
     collected: list[list[Piece]] = [[] for _ in range(count)]
     async for index, new in pieces:
         collected[index] += new
     return collected
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Wait until the client closes the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -298,28 +299,28 @@ def _event(content: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
-def _answer(error: RequestError) -> Response:
+def _error_response(error: RequestError) -> Response:
     headers = {"Retry-After": str(RETRY_SECONDS)} if error.status == 429 else None
     return JSONResponse(error.body, error.status, headers)
 
 
 async def _request_error(_: Request, error: RequestError) -> Response:
-    return _answer(error)
+    return _error_response(error)
 
 
 async def _http_error(_: Request, error: HTTPException) -> Response:
-    answer = _answer(RequestError(error.detail, error.status_code))
-    answer.headers.update(error.headers or {})  # the methods of a path
-    return answer
+    response = _error_response(RequestError(error.detail, error.status_code))
+    response.headers.update(error.headers or {})  # the methods of a path
+    return response
 
 
-async def _damaged_runs(_: Request, error: ArbError) -> Response:
+async def _runs_error(_: Request, error: ArbError) -> Response:
     return json_answer({"error": {"message": str(error)}}, 500)
 
 
 async def _server_error(_: Request, __: Exception) -> Response:
-    return _answer(RequestError("the server failed", 500))
+    return _error_response(RequestError("the server failed", 500))
 
 
-async def _nobody(*_: object) -> Response:
+async def _client_closed_request(*_: object) -> Response:
     return Response(status_code=499)

@@ -280,10 +280,10 @@ def _text(
         )
     logprobs = fields.get("logprobs")
     if chat:
-        asked = fields.get("top_logprobs", 0)
-        if asked and not logprobs:
+        count = fields.get("top_logprobs", 0)
+        if count and not logprobs:
             raise RequestError("`top_logprobs` needs `logprobs`: true", param="top_logprobs")
-        logprobs = asked if logprobs else None
+        logprobs = count if logprobs else None
     chatting = engine.conversation if chat else None
     ends = chatting.ends if isinstance(chatting, Conversation) else stop_symbols(engine.model)
     stop = fields.get("stop", [])
@@ -387,17 +387,17 @@ class Choice:
 
 
 class Answer:
-    """The parts that all JSON of an answer shares.
+    """Builds the JSON objects of the answer to a request.
 
     Args:
-        asked: the request.
+        request: the request.
         engine: engine of the model.
     """
 
-    def __init__(self, asked: ParsedRequest, engine: Engine) -> None:
-        self.asked = asked
-        self.choices = [Choice(text, engine, chat=asked.chat) for text in asked.texts]
-        prefix = "chatcmpl" if asked.chat else "cmpl"
+    def __init__(self, request: ParsedRequest, engine: Engine) -> None:
+        self.request = request
+        self.choices = [Choice(text, engine, chat=request.chat) for text in request.texts]
+        prefix = "chatcmpl" if request.chat else "cmpl"
         self._head = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -406,7 +406,7 @@ class Answer:
 
     def complete(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         """Return the answer with the pieces of all choices."""
-        kind = "chat.completion" if self.asked.chat else "text_completion"
+        kind = "chat.completion" if self.request.chat else "text_completion"
         choices = [
             self._choice(index, of_choice, "message", {"role": "assistant"})
             for index, of_choice in enumerate(pieces)
@@ -429,7 +429,7 @@ class Answer:
 
     def usage(self) -> dict[str, int]:
         """Return the numbers of symbols so far."""
-        prompt, generated = self.asked.num_prompt_tokens, sum(c.num_tokens for c in self.choices)
+        prompt, generated = self.request.num_prompt_tokens, sum(c.num_tokens for c in self.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
@@ -437,7 +437,7 @@ class Answer:
         }
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
+        kind = "chat.completion.chunk" if self.request.chat else "text_completion"
         return self._head | {"object": kind, "choices": choices}
 
     def _choice(
@@ -445,5 +445,5 @@ class Answer:
     ) -> dict[str, Any]:
         """Return new pieces of a choice; those of a chat are the content of a field."""
         text, logprobs, finish = self.choices[index].chunk(pieces)
-        content = {name: role | {"content": text}} if self.asked.chat else {"text": text}
+        content = {name: role | {"content": text}} if self.request.chat else {"text": text}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}

@@ -409,7 +409,7 @@ def test_text_that_goes_on_after_the_server_is_not_delivered(monkeypatch):
 
 def test_long_prompt_is_echoed_from_a_thread():
     asked = SimpleNamespace(chat=False, include_usage=False)
-    here = SimpleNamespace(asked=asked, chunk=lambda *_: threading.get_native_id())
+    here = SimpleNamespace(request=asked, chunk=lambda *_: threading.get_native_id())
 
     async def pieces():
         yield 0, [Piece([], echoed=True)]
