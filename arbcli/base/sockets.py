@@ -76,9 +76,7 @@ def pin_to_socket(process: int, *, uses_cpu: bool, root: Path = ROOT) -> tuple[i
         )
     local_cpus = set() if uses_cpu else gpu_cpus(process, root)
     default = sorted(cpus_by_socket)[process % len(cpus_by_socket)]
-    socket, cpus = max(
-        cpus_by_socket.items(), key=lambda item: (len(item[1] & local_cpus), item[0] == default)
-    )
+    socket = max(cpus_by_socket, key=lambda n: (len(cpus_by_socket[n] & local_cpus), n == default))
     for thread in (ROOT / "proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cpus)
-    return socket, cpus
+        os.sched_setaffinity(int(thread.name), cpus_by_socket[socket])
+    return socket, cpus_by_socket[socket]

@@ -1,4 +1,4 @@
-"""Measurements of a few training steps, and verdicts with their evidence."""
+"""Measurements of a few training steps, and verdicts on them."""
 
 import dataclasses
 import gc
@@ -56,9 +56,9 @@ BINS = 16
 SAMPLE_BYTES = 400
 """Number of bytes of held-out text whose chunks are shown."""
 MAX_LOGITS = 2**28
-"""Maximum number of logits to inspect if steps compute none; one window is always inspected."""
+"""Maximum number of logits to inspect if steps compute none; at least one window is inspected."""
 ROUNDING = 1e-3
-"""Movement of a logit, over the root-mean-square of all, that rounding alone may cause."""
+"""Maximum change of a value by rounding alone, relative to the root-mean-square of all values."""
 
 
 def probe(
@@ -71,13 +71,13 @@ def probe(
     """Run a few steps of a new or saved model, and check their results.
 
     Args:
-        config: configuration with packed weights.
+        config: configuration of a model with packed weights.
         steps: number of steps, at least 1.
         checkpoint: checkpoint to start from; None is a new model.
-        progress: called before each step.
+        progress: called with a message before each step.
 
     Raises:
-        ArbError: something the user can fix.
+        ArbError: a text cannot be read, the model cannot be probed, or memory is exhausted.
     """
     texts, teacher = open_run_texts(config), read_teacher(config)
     with deterministic(), explained_out_of_memory():
@@ -120,18 +120,18 @@ def open_saved(
         settings.setdefault("field", None)
     settings |= {name: tuple(settings[name]) for name in ("data", "val") if name in settings}
     settings |= {"device": str(torch_device), "backend": resolve_backend(backend, torch_device)}
-    settings |= {"weight_average": 0}  # an average has become the weights
+    settings |= {"weight_average": 0}  # an average has replaced the weights
     if settings.get("compute") == "fp32":
         settings["pack"] = False  # only gates in bfloat16 are packed
-    longest = max(config.steps, checkpoint.step + steps)
-    if config.model.digits == "fade":  # at the same steps, so that faded weights stay so
-        ends = (config.steps / longest * end for end in config.fades)
+    total_steps = max(config.steps, checkpoint.step + steps)
+    if config.model.digits == "fade":  # at the same steps, so that faded weights stay ternary
+        ends = (config.steps / total_steps * end for end in config.fades)
         settings |= dict(zip(("fade_from", "fade_to"), ends, strict=True))
-    return dataclasses.replace(config, steps=longest, **settings), checkpoint
+    return dataclasses.replace(config, steps=total_steps, **settings), checkpoint
 
 
-class _Stepped(NamedTuple):
-    """Facts of the step before a reading; None before the first one."""
+class _StepResult(NamedTuple):
+    """Results of the step before a reading; None before the first step."""
 
     lr: float | None
     loss: float | None
@@ -142,7 +142,11 @@ class _Stepped(NamedTuple):
 def examine(
     trainer: Trainer, steps: int, progress: Callable[[str], None] = lambda _: None
 ) -> ProbeReport:
-    """Run `steps` steps of a trainer of ternary weights, and check their results."""
+    """Run `steps` steps of a trainer of ternary weights, and check their results.
+
+    Raises:
+        ArbError: the model is masked, or the text has documents.
+    """
     config, device, context = trainer.config, trainer.device, trainer.config.model.ctx
     updater = trainer.updater
     if updater is None:
@@ -153,8 +157,8 @@ def examine(
         if isinstance(part, Part)
         for tensor in part.unused_tensors
     )
-    tallies = [
-        _Tally(name, weight)
+    counters = [
+        _ChangeCounter(name, weight)
         for name, weight in trainer.model.packed_tensors().items()
         if not (weight.frozen or name.startswith(unused))
     ]
@@ -173,21 +177,21 @@ def examine(
     ids, targets = held_out_batch(trainer.texts.val, 0, windows, context, device)
     starts = [0, *(2**bit for bit in range((context - 1).bit_length()))]
     peak = 0
-    with use_backend(config.backend), _live_counter(device) as live_bytes, _Watch(trainer) as watch:
-        acausal, acausal_layers = _count_acausal(trainer.model, ids)
-        before = _Stepped(None, None, None, live_bytes())
-        readings = [_read(trainer, watch, ids, targets, starts, before)]
+    with use_backend(config.backend), _live_counter(device) as live_bytes, _Hooks(trainer) as hooks:
+        acausal, acausal_layers = _count_acausal_changes(trainer.model, ids)
+        before = _StepResult(None, None, None, live_bytes())
+        readings = [_read(trainer, hooks, ids, targets, starts, before)]
         for number in range(1, steps + 1):
             progress(f"step {number} of {steps}")
-            for tally in tallies:
-                tally.begin()
+            for counter in counters:
+                counter.begin()
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             lr, loss = trainer.lr, finite(float(trainer.train_step()))
             peak = max(peak, peak_bytes(device))
-            flips = sum([tally.finish(lr) for tally in tallies])
-            stepped = _Stepped(lr, loss, flips / updater.num_weights, live_bytes())
-            readings.append(_read(trainer, watch, ids, targets, starts, stepped))
+            flips = sum([counter.finish(lr) for counter in counters])
+            step_result = _StepResult(lr, loss, flips / updater.num_weights, live_bytes())
+            readings.append(_read(trainer, hooks, ids, targets, starts, step_result))
         chunks = _chunks(trainer.model, ids)
     report = ProbeReport(
         passed=False,
@@ -199,8 +203,8 @@ def examine(
         text_entropy=entropy(trainer.texts.val) * trainer.texts.val.symbol_bytes,
         position_starts=tuple(starts),
         readings=tuple(readings),
-        tensors=tuple(tally.report() for tally in tallies),
-        first_nonfinite=watch.first_nonfinite,
+        tensors=tuple(counter.report() for counter in counters),
+        first_nonfinite=hooks.first_nonfinite,
         acausal_logits=acausal,
         acausal_layers=acausal_layers,
         chunks=chunks,
@@ -211,8 +215,11 @@ def examine(
     return dataclasses.replace(report, verdicts=verdicts, passed=verdicts[0].name == "ok")
 
 
-class _Watch:
-    """Sees every forward and every gradient of a trainer: sizes, and the first NaN or infinity."""
+class _Hooks:
+    """Records RMS values of outputs and the first NaN or infinity in forward and backward passes.
+
+    Hooks are registered on all modules while the context is open.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -222,33 +229,33 @@ class _Watch:
         self._rms: dict[str, Tensor] = {}
         self._streams: dict[str, Tensor] = {}
         self._ranges: dict[str, Tensor] = {}
-        self._seen: list[tuple[str, Tensor]] = []
+        self._peaks: list[tuple[str, Tensor]] = []
 
-    def __enter__(self) -> "_Watch":
+    def __enter__(self) -> "_Hooks":
         self._hooks = ExitStack()
         add = self._hooks.enter_context
         for name, module in self.trainer.model.named_modules():
-            add(module.register_forward_pre_hook(partial(self._enter, name)))
-            add(module.register_forward_hook(partial(self._leave, name)))
+            add(module.register_forward_pre_hook(partial(self._record_input, name)))
+            add(module.register_forward_hook(partial(self._record_output, name)))
             if isinstance(module, HyperConnection) and name.startswith("blocks."):
-                add(module.register_forward_pre_hook(partial(self._range, name)))
+                add(module.register_forward_pre_hook(partial(self._record_range, name)))
         for name, weight in self.trainer.model.packed_tensors().items():
             if isinstance(weight, StreamedTensor):
-                weight.sink = partial(self._take, name)
+                weight.sink = partial(self._record_gradient, name)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
         pass_gradients(self.trainer.model.packed_tensors().values(), self.trainer.updater)
 
-    def _enter(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        # what a module is given was made by the one around it, between two of its parts
-        self._note(f"output of `{name.rpartition('.')[0] or 'model'}`", args[:1])
+    def _record_input(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        # the input of a module is computed by its parent
+        self._record(f"output of `{name.rpartition('.')[0] or 'model'}`", args[:1])
 
-    def _leave(self, name: str, _module: nn.Module, _args: object, output: Any) -> None:
-        self._note(f"output of `{name or 'model'}`", output)
+    def _record_output(self, name: str, _module: nn.Module, _args: object, output: Any) -> None:
+        self._record(f"output of `{name or 'model'}`", output)
         if isinstance(output, BlockOutput) and output.added is not None:
-            output = output.added  # of a part, and not the stream
+            output = output.added  # output of the part instead of the stream
         if (first := next(_floats(output), None)) is not None:
             norm = torch.linalg.vector_norm(first.detach(), dtype=torch.float32)
             self._rms[name] = norm / math.sqrt(first.numel())
@@ -257,29 +264,29 @@ class _Watch:
                 norms = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float32)
                 self._streams[name] = norms / math.sqrt(rows.shape[2])  # (B, T)
 
-    def _range(self, name: str, module: HyperConnection, args: tuple[Any, ...]) -> None:
-        """Record the minimum and maximum weights with which streams are read and written."""
+    def _record_range(self, name: str, module: HyperConnection, args: tuple[Any, ...]) -> None:
+        """Record minimum and maximum of the weights that read and write streams."""
         if not torch.is_grad_enabled():
             read, _, write = module.weights(args[0].flatten(0, 1))
             ends = (read.min(), read.max(), write.min(), write.max())
             self._ranges[name] = torch.stack(ends)
 
-    def _take(self, name: str, weight: TernaryTensor, grad: Tensor, *where: Any) -> None:
-        self._note(f"gradient of `{name}`", grad)
+    def _record_gradient(self, name: str, weight: TernaryTensor, grad: Tensor, *where: Any) -> None:
+        self._record(f"gradient of `{name}`", grad)
         if self.trainer.updater is not None:
             self.trainer.updater(weight, grad, *where)
 
-    def _note(self, name: str, values: Any) -> None:
+    def _record(self, name: str, values: Any) -> None:
         for value in _floats(values):
-            largest = torch.linalg.vector_norm(value.detach(), math.inf, dtype=torch.float32)
-            self._seen.append((name, largest))
+            peak = torch.linalg.vector_norm(value.detach(), math.inf, dtype=torch.float32)
+            self._peaks.append((name, peak))
 
     def take_streams(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return and clear the measurements of the last forward without gradients.
 
         Returns:
-            Root-mean-squares of the stream of every byte, (B, T), after each layer; and of every
-            hyper-connection, by name, the least and the largest weight of reading and of writing.
+            RMS of the stream at each position after each layer, (B, T); and the minimum and maximum
+            weights that read and write streams, (4,), by name of the hyper-connection.
         """
         measurements = [self._streams[name] for name in self._layers], dict(self._ranges)
         self._streams.clear()
@@ -287,14 +294,14 @@ class _Watch:
         return measurements
 
     def take_rms(self) -> dict[str, float | None]:
-        """Return and clear the root-mean-squares; note the first value that is not finite."""
-        are_finite = torch.stack([largest for _, largest in self._seen]).isfinite().tolist()
+        """Return and clear the RMS values by module; note the first value that is not finite."""
+        are_finite = torch.stack([peak for _, peak in self._peaks]).isfinite().tolist()
         if self.first_nonfinite is None and not all(are_finite):
-            name, _ = self._seen[are_finite.index(False)]
+            name, _ = self._peaks[are_finite.index(False)]
             self.first_nonfinite = f"{name} by step {self.trainer.step}"
         sizes = map(finite, torch.stack(list(self._rms.values())).tolist())
         result = dict(zip(self._rms, sizes, strict=True))
-        self._seen.clear()
+        self._peaks.clear()
         self._rms.clear()
         return result
 
@@ -309,8 +316,8 @@ def _floats(value: Any) -> Iterator[Tensor]:
             yield from _floats(part)
 
 
-class _Tally:
-    """Counts changes of a packed tensor in steps, by unpacking it before and after each."""
+class _ChangeCounter:
+    """Counts changes of a packed tensor by unpacking it before and after each step."""
 
     def __init__(self, name: str, tensor: TernaryTensor) -> None:
         self.name, self.tensor = name, tensor
@@ -319,11 +326,11 @@ class _Tally:
         self.moved = torch.zeros(tensor.out_features, tensor.in_features, dtype=torch.bool)
 
     def begin(self) -> None:
-        """Copy the digits to the CPU, so that the peak of a GPU is that of the step alone."""
+        """Copy the digits to the CPU, so that they do not count for a GPU's peak memory."""
         self.before = [part.to("cpu", copy=True) for part in (self.tensor.trits, self._digit())]
 
     def finish(self, lr: float) -> float:
-        """Compare with the digits that `begin` copied; return how many trits changed."""
+        """Compare with the digits that `begin` copied; return the number of changed trits."""
         tensor, radix = self.tensor, self.tensor.rule.radix
         packed, digit = (part.to(tensor.trits.device) for part in self.before)
         old, new = (unpack_trits(trits, tensor.in_features) for trits in (packed, tensor.trits))
@@ -344,7 +351,7 @@ class _Tally:
         return digit
 
     def report(self) -> TensorReport:
-        """Return the effect of all steps, and the distribution of every digit now."""
+        """Return changes over all steps, and the current distribution of every digit."""
         tensor = self.tensor
         exponent, fraction = tensor.scales
         v = exponent.int() * OCTAVE + (0 if fraction is None else fraction)
@@ -372,7 +379,7 @@ class _Tally:
 
 
 def _histogram(values: Tensor, minimum: int, maximum: int, *, zoom: bool = False) -> Histogram:
-    """Count the values of a digit within `minimum` and `maximum`, or zoom to those that occur."""
+    """Compute a histogram of a digit from `minimum` to `maximum`, or with `zoom` of its range."""
     low, high = (int(values.min()), int(values.max())) if zoom else (minimum, maximum)
     bins = min(BINS, high - low + 1)
     index = (values.int().clamp(low, high) - low) * bins // (high - low + 1)
@@ -386,8 +393,8 @@ def _histogram(values: Tensor, minimum: int, maximum: int, *, zoom: bool = False
 
 @torch.no_grad()
 def _read(
-    trainer: Trainer, watch: _Watch, ids: Tensor, targets: Tensor, starts: list[int],
-    stepped: _Stepped,
+    trainer: Trainer, hooks: _Hooks, ids: Tensor, targets: Tensor, starts: list[int],
+    step_result: _StepResult,
 ) -> Reading:  # fmt: skip
     """Evaluate the model on held-out text after a step."""
     logits = trainer.model(ids).float()
@@ -398,10 +405,10 @@ def _read(
     numbers.append(logits.std(-1).mean())
     buckets = [bucket.mean() for bucket in losses.tensor_split(starts[1:])]
     numbers = list(map(finite, torch.stack(numbers + buckets).tolist()))
-    streams, ranges = watch.take_streams()
-    sizes = watch.take_rms()
+    streams, ranges = hooks.take_streams()
+    sizes = hooks.take_rms()
     blocks = [f"blocks.{index}" for index in range(trainer.config.model.layers)]
-    parts = _parts_of_blocks(trainer.model)
+    parts = _part_names(trainer.model)
     stream = tuple(sizes[name] for name in ("embedding", *blocks))
     factors = [ratio(after, before) or 0 for before, after in pairwise(stream)]
     return Reading(
@@ -412,7 +419,7 @@ def _read(
         residual_growth=ratio(stream[-1], stream[0]),
         residual_most=tuple(finite(float(stream.max())) for stream in streams),
         growth_by_position=_growth_by_position(streams, ids, starts),
-        stream_ranges=_ranges_of_blocks(ranges, parts),
+        stream_ranges=_block_ranges(ranges, parts),
         takeoff_layer=next((i for i, factor in enumerate(factors) if factor >= TAKEOFF), None),
         mixer_rms=tuple(sizes[mixer] if mixer else None for mixer, _ in parts),
         channel_rms=tuple(sizes[channel] if channel else None for _, channel in parts),
@@ -420,14 +427,14 @@ def _read(
         logit_max=numbers[2],
         logit_spread=numbers[4],
         prediction_entropy=numbers[3],
-        **stepped._asdict(),
+        **step_result._asdict(),
     )
 
 
 def _growth_by_position(
     streams: list[Tensor], ids: Tensor, starts: list[int]
 ) -> tuple[float | None, ...]:
-    """Divide the streams (B, T) of bytes after the blocks by those before, on average."""
+    """Compute the mean growth of the RMS of streams, (B, T), through the blocks, per bucket."""
     first, last = streams[0], streams[-1]
     if any(stream.shape != ids.shape for stream in (first, last)):
         return ()
@@ -435,8 +442,8 @@ def _growth_by_position(
     return tuple(finite(float(bucket.mean())) for bucket in growth.tensor_split(starts[1:]))
 
 
-def _parts_of_blocks(model: LanguageModel) -> list[tuple[str | None, str | None]]:
-    """Name the mixer and the channel mixer of each innermost block; None where there is none."""
+def _part_names(model: LanguageModel) -> list[tuple[str | None, str | None]]:
+    """Return the names of each innermost block's mixer and channel mixer; None if it has none."""
     parts = []
     for index, block in enumerate(model.blocks):
         names = iter([f"blocks.{index}.{branch.part.name}" for branch in block.branches])
@@ -445,10 +452,10 @@ def _parts_of_blocks(model: LanguageModel) -> list[tuple[str | None, str | None]
     return parts
 
 
-def _ranges_of_blocks(
+def _block_ranges(
     ranges: dict[str, Tensor], parts: list[tuple[str | None, str | None]]
 ) -> tuple[tuple[float | None, ...], ...]:
-    """Return the ranges of the weights with which each block reads and writes streams."""
+    """Return the ranges of the weights that read and write streams, per block."""
     if not ranges:
         return ()
     ranges_of_blocks = []
@@ -459,62 +466,62 @@ def _ranges_of_blocks(
 
 
 @torch.no_grad()
-def _count_acausal(model: LanguageModel, ids: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Change one byte of every window, the last one in the last; count changes before it.
+def _count_acausal_changes(model: LanguageModel, ids: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Change one byte per window, the last byte in the last window, and count changes before it.
 
-    With experts the rows of a product change, and so do the last bits of its sums:
-    there only changes above `ROUNDING` of the root-mean-square count. They are computed in
-    float32, as one unit of bfloat16 is more than that.
+    With experts, the rows of matrix products change, and thus the last bits of their sums. Then
+    only changes above `ROUNDING` relative to the RMS count, and activations are float32, as the
+    precision of bfloat16 is lower.
 
     Returns:
-        Predictions, and positions of the stream after the embedding and after each block; none of
-        these where blocks read chunks.
+        Number of changed predictions, and of changed positions of the stream after the embedding
+        and each block; the latter is empty if blocks read chunks.
     """
     batch, length = ids.shape
     rows = torch.arange(batch, device=ids.device)
     positions = ((rows + 1) * length // batch - 1).clamp_(min=0)
     changed, symbols = ids.clone(), model.config.vocabulary
     changed[rows, positions] = (ids[rows, positions] + symbols // 2) % symbols
-    rounds = any(isinstance(part, Experts) for part in model.modules())
+    has_experts = any(isinstance(part, Experts) for part in model.modules())
     earlier = torch.arange(length, device=ids.device) < positions[:, None]
 
-    def moved(before: Tensor, after: Tensor) -> int:
+    def count_changes(before: Tensor, after: Tensor) -> int:
         same = (before == after) | (before.isnan() & after.isnan())
-        if rounds:
+        if has_experts:
             same |= (before - after).abs() <= ROUNDING * before.square().mean().sqrt()
         return int((~same.all(-1) & earlier).sum())
 
     dtype = model.compute_dtype
-    if rounds:
+    if has_experts:
         model.compute_dtype = torch.float32
     try:
-        with _projected(model) as first:
+        with _project_streams(model) as first:
             before = model(ids)
-        with _projected(model) as second:
+        with _project_streams(model) as second:
             after = model(changed)
     finally:
         model.compute_dtype = dtype
     layer_counts: tuple[int, ...] = ()
     if all(layer.shape[:2] == ids.shape for layer in first):
-        layer_counts = tuple(map(moved, first, second))
-    return moved(before, after), layer_counts
+        layer_counts = tuple(map(count_changes, first, second))
+    return count_changes(before, after), layer_counts
 
 
 @contextmanager
-def _projected(model: LanguageModel) -> Iterator[list[Tensor]]:
-    """Project each position's stream after every layer to one number, which all of it moves.
+def _project_streams(model: LanguageModel) -> Iterator[list[Tensor]]:
+    """Project each position's stream after every layer to a number that depends on all elements.
 
     Yields:
-        A list that a forward fills with tensors (B, T, 1), float64.
+        A list to which a forward appends tensors, (B, T, 1) float64.
     """
     projections: list[Tensor] = []
 
     def take(_module: nn.Module, _args: Any, output: Tensor | BlockOutput) -> None:
         x = output.total() if isinstance(output, BlockOutput) else output
         x = x.flatten(2).double()
-        along = torch.arange(1, x.shape[2] + 1, dtype=torch.float64, device=x.device)
-        along = along * 2.0**0.5 % 1 - 0.5  # uniform, of variance 1/12
-        projections.append(x @ along[:, None] * (12 / x.shape[2]) ** 0.5)
+        weights = torch.arange(1, x.shape[2] + 1, dtype=torch.float64, device=x.device)
+        weights = weights * 2.0**0.5 % 1 - 0.5  # uniform, of variance 1/12
+        projections.append(x @ weights[:, None] * (12 / x.shape[2]) ** 0.5)
 
     with ExitStack() as hooks:
         for layer in (model.embedding, *model.blocks):
@@ -523,19 +530,19 @@ def _projected(model: LanguageModel) -> Iterator[list[Tensor]]:
 
 
 def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
-    """Return statistics of a model's chunks in (B, T) symbols; None without chunks."""
+    """Return statistics of a model's chunks in (B, T) symbols; None for a model without chunks."""
     if not model.stages:
         return None
     from arbcli.families.hnet.boundaries import chunk_starts
 
     stages = torch.stack(chunk_starts(model, ids)).cpu()  # (stages, B, T)
     starts = torch.nonzero(functional.pad(stages[0], (0, 1), value=True).flatten()).flatten()
-    lengths = starts.diff()  # a window ends with one place more, which is not a byte of it
-    ends = torch.tensor([start % (ids.shape[1] + 1) == ids.shape[1] for start in starts.tolist()])
+    lengths = starts.diff()  # each window is padded by one position
+    is_end = torch.tensor([start % (ids.shape[1] + 1) == ids.shape[1] for start in starts.tolist()])
     sample = ids[0, :SAMPLE_BYTES].tolist() if model.tokenizer is None else []
     return ChunkReport(
         mean_lengths=tuple(ids.numel() / count for count in stages.sum(dim=(1, 2)).tolist()),
-        lengths=tuple(lengths[~ends[:-1]].bincount()[1:].tolist()),
+        lengths=tuple(lengths[~is_end[:-1]].bincount()[1:].tolist()),
         sample=bytes(sample).decode(errors="replace"),
         sample_bytes=tuple(sample),
         sample_depths=tuple(stages[:, 0, : len(sample)].sum(dim=0).tolist()),
@@ -544,9 +551,10 @@ def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
 
 @contextmanager
 def _live_counter(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Yield a counter of the bytes of live tensors.
+    """Yield a function that returns the bytes of live tensors.
 
-    On a CPU tensors that are already alive are counted once, as a count takes as long as a step.
+    On a CPU, tensors that are alive at the start are counted once, as counting takes as long as a
+    step.
     """
 
     def count() -> int:

@@ -1,4 +1,4 @@
-"""Summaries of runs from their `config.json` and `metrics.jsonl`, and a comparison of several.
+"""Summaries of runs from `config.json` and `metrics.jsonl`, and comparisons of runs.
 
 Nothing here imports torch.
 """
@@ -26,12 +26,12 @@ _SCHEMA = {
     "init_digest": str | None, "number": int | None, "started": str | None, "text": dict,
     "text.digest": str, "text.split": str | None,
 }  # fmt: skip
-_TIMED = 1000
-"""Number of records of which the median speed is taken."""
+_MAX_SPEEDS = 1000
+"""Number of last records over which the median speed is computed."""
 SPREADS = "loss", "val_loss", "best_val_loss", "seconds", "bytes_per_second"
-"""Fields of runs whose means and deviations a group has."""
-_SHOWN_DIGITS = 12
-"""Number of hexadecimal digits of a digest that identify it in a table."""
+"""Fields of runs of which a group has mean and standard deviation."""
+_DIGEST_DIGITS = 12
+"""Number of hexadecimal digits of a digest in tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +41,17 @@ class RunSummary:
     run: str
     """Path of the directory."""
     number: int
-    """Order of the runs of a folder by their start; 0 if the run does not have it."""
+    """Number of the run in its folder, in order of starts; 0 if it has none."""
     started: str | None
     """Time of the start in ISO 8601."""
     seed: int
     settings: dict[str, Any]
-    """All settings except the seed, without nesting: `lr`, `ctx`, `mixer.heads`. Blocks that are
-    equal are counted in `blocks`, and have their fields once."""
+    """All settings except the seed, flattened: `lr`, `ctx`, `mixer.heads`. `blocks` counts equal
+    blocks, whose fields are listed once."""
     step: int
     """Step of the last record; 0 without records."""
     steps: int
-    """Number of steps that the run is to have."""
+    """Configured number of steps."""
     loss: float | None
     """Training loss of the last record in nats per byte."""
     val_loss: float | None
@@ -60,9 +60,9 @@ class RunSummary:
     """Lowest held-out loss in nats per byte."""
     best_step: int | None
     state_bytes: int | None
-    """Persistent state of the training."""
+    """Size of the persistent training state."""
     peak_bytes: int | None
-    """Peak memory of all records."""
+    """Maximum peak memory of all records."""
     seconds: float | None
     """Training time, including evaluations and saves."""
     bytes_per_second: float | None
@@ -70,7 +70,7 @@ class RunSummary:
 
 
 class RunReader:
-    """Reads the summary of a run again and again, and of its records only the new ones.
+    """Reads the summary of a run repeatedly; of its records only new ones are read.
 
     Args:
         run: directory of the run.
@@ -84,21 +84,21 @@ class RunReader:
 
     def _begin(self) -> None:
         self.branch = time.time()
-        """Time at which the first record was read; another one after records were replaced."""
+        """Time of the first read; it changes when existing records are replaced."""
         self._offset, self._line = 0, b""
-        """Position of the next line in the file of records, and the line before it."""
+        """Offset of the next line in the file of records, and the line before it."""
         self._last: dict[str, Any] = {}
         self._losses = Patience(None)
         self._peak_bytes: int | None = None
-        self._speeds: deque[float] = deque(maxlen=_TIMED)
+        self._speeds: deque[float] = deque(maxlen=_MAX_SPEEDS)
 
     def read(self) -> RunSummary:
-        """Read what has changed, and return the summary.
+        """Read changes, and return the summary.
 
         Raises:
             ArbError: the run cannot be read, or is damaged.
         """
-        files = [_state(self._run / name) for name in (CONFIG, METRICS)]
+        files = [_file_state(self._run / name) for name in (CONFIG, METRICS)]
         if files == self._files:
             return self._summary
         facts = read_json(self._run / CONFIG, _SCHEMA)
@@ -132,9 +132,9 @@ class RunReader:
         for line, record in lines:
             self._offset, self._line = self._offset + len(line), line
             if record is not None:
-                self._add(record)
+                self._add_record(record)
 
-    def _add(self, record: dict[str, Any]) -> None:
+    def _add_record(self, record: dict[str, Any]) -> None:
         self._last = record
         if (loss := record.get("val_loss")) is not None:
             self._losses.add(record["step"], loss)
@@ -153,8 +153,8 @@ def read_run(run: Path) -> RunSummary:
     return RunReader(run).read()
 
 
-def _state(path: Path) -> tuple[int, int, int] | None:
-    """Return numbers that change with the content of a file; None if there is none."""
+def _file_state(path: Path) -> tuple[int, int, int] | None:
+    """Return inode, size and modification time of a file, in ns; None if it is missing."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -165,8 +165,7 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 def list_runs(folder: Path) -> list[Path]:
     """List the runs in a folder by name.
 
-    Links are left out, and names with characters that cannot be printed: nothing outside the folder
-    is listed.
+    Links, which may lead out of the folder, and names with unprintable characters are left out.
 
     Raises:
         ArbError: the folder cannot be read.
@@ -176,11 +175,11 @@ def list_runs(folder: Path) -> list[Path]:
             directories = [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError as error:
         raise ArbError(f"cannot read `{folder}`: {error.strerror}", "name a folder") from None
-    return sorted(run for run in directories if run.name.isprintable() and _has_files(run))
+    return sorted(run for run in directories if run.name.isprintable() and _is_run(run))
 
 
-def _has_files(run: Path) -> bool:
-    """Return whether a directory has the configuration of a run, and no links to its files."""
+def _is_run(run: Path) -> bool:
+    """Return whether a directory has the configuration of a run, and its files are no links."""
     modes = {}
     for name in (CONFIG, METRICS):
         with suppress(OSError):
@@ -189,16 +188,16 @@ def _has_files(run: Path) -> bool:
 
 
 def _settings(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run except its seed, and the identity of its text and its start."""
+    """Return the settings of a run except its seed, with digests of text and initial weights."""
     settings = dict(flat_items(finite(facts["config"])))
     del settings["seed"]
-    if facts["text"].get("split") != "files":  # otherwise the seed decides which are held out
-        settings["text"] = facts["text"]["digest"][:_SHOWN_DIGITS]
+    if facts["text"].get("split") != "files":  # files are held out by the seed
+        settings["text"] = facts["text"]["digest"][:_DIGEST_DIGITS]
     if origin := facts.get("init_from"):
         digest = facts.get("init_digest") or ""
-        settings["init_from"] = f"{origin} {digest[:_SHOWN_DIGITS]}".strip()
-    unneeded = re.compile(r"^model\.(stages\.(?!\d)(blocks\.(?!\d))?)?")
-    return {unneeded.sub("", name): value for name, value in settings.items()}
+        settings["init_from"] = f"{origin} {digest[:_DIGEST_DIGITS]}".strip()
+    prefix = re.compile(r"^model\.(stages\.(?!\d)(blocks\.(?!\d))?)?")
+    return {prefix.sub("", name): value for name, value in settings.items()}
 
 
 def flat_items(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -218,7 +217,7 @@ def flat_items(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def differing_settings(runs: Sequence[RunSummary]) -> list[str]:
-    """Return the names of the settings that differ; a missing setting is None."""
+    """Return the names of settings that differ between runs; a missing setting is None."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     first = runs[0].settings if runs else {}
     return [
@@ -228,7 +227,7 @@ def differing_settings(runs: Sequence[RunSummary]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A result of runs that differ only in their seed."""
+    """Mean and standard deviation of a result over runs that differ only in their seed."""
 
     mean: float
     deviation: float | None
@@ -237,14 +236,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunGroup:
-    """Runs that differ only in their seed, with results of all that have them."""
+    """Runs that differ only in their seed, and statistics of their results."""
 
     runs: tuple[str, ...]
     seeds: tuple[int, ...]
     settings: dict[str, Any]
-    """Settings that are not those of all groups."""
+    """Settings that differ between groups."""
     steps: tuple[int, int]
-    """Lowest and highest number of steps done."""
+    """Minimum and maximum number of completed steps."""
     loss: Spread | None
     """Training loss of the last records in nats per byte."""
     val_loss: Spread | None
@@ -253,14 +252,14 @@ class RunGroup:
     """Lowest held-out loss in nats per byte."""
     state_bytes: int | None
     peak_bytes: int | None
-    """Largest of the runs."""
+    """Maximum over the runs."""
     seconds: Spread | None
     bytes_per_second: Spread | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
-    """Several runs, next to one another."""
+    """Comparison of several runs."""
 
     settings: tuple[str, ...]
     """Names of the settings that differ."""

@@ -1,4 +1,4 @@
-"""Description of a saved model: a run, a checkpoint, or an export of any form."""
+"""Description and comparison of saved models: runs, checkpoints and exports."""
 
 import dataclasses
 import re
@@ -31,7 +31,7 @@ from arbcli.training.directory import FACTS
 from arbcli.training.record import METRICS, finite, read_all_records
 
 Decoders = Mapping[str, Callable[[], Tensor]]
-"""Decoder of each weight, by name."""
+"""Functions that decode each weight, by name."""
 ORIGIN = {"step": int | None, "origin": str | None}
 """Metadata of the checkpoint in an export."""
 _AREAS = {"attn": "attention", "ffn": "mlp", "token": "embedding", "output": "head"}
@@ -39,7 +39,7 @@ _AREAS = {"attn": "attention", "ffn": "mlp", "token": "embedding", "output": "he
 FLOATS = "float32"
 """Area of the weights of a float baseline."""
 _OTHER = "other"
-"""Area of a matrix that arb does not name."""
+"""Area of matrices with unknown names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class SavedFacts:
     """`run`, `checkpoint`, `weights` (of `arb export --to safetensors`), `gguf` or `hf`."""
     step: int | None
     digests: str
-    """Digests of the tensors: `checked`, or `none` if the file has none."""
+    """Whether digests of tensors were verified: `checked`, or `none` if the file has none."""
     digest: str | None = None
     """Digest of a complete checkpoint."""
     origin: str | None
@@ -58,7 +58,7 @@ class SavedFacts:
     config: dict[str, Any]
     """Configuration of the model."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Facts of the run that wrote the checkpoint; empty for one of an earlier version."""
+    """Settings of the run that wrote the checkpoint; empty for checkpoints of early versions."""
     run: dict[str, Any] = field(default_factory=dict)
     """Facts about a run: its text, versions, checkpoints and last record."""
 
@@ -69,26 +69,26 @@ class SavedReport(SavedFacts):
 
     path: str
     num_weights: int
-    """Logical weights; of an export with numbers those of the matrices."""
+    """Number of logical weights; for GGUF and Hugging Face exports, elements of the matrices."""
     bytes: int
     """Size in bytes of the file, or of all files of the folder."""
     bytes_by_area: dict[str, dict[str, int]]
-    """Bytes by part of the model, then by purpose; for an export by type."""
+    """Bytes by area of the model, then by purpose; for GGUF and Hugging Face exports by type."""
     trits: dict[str, list[float]]
     """Shares of the weights below, at and above 0, by area."""
     octaves: dict[str, dict[int, int]]
-    """How many scales are in [2**E, 2**(E + 1)), by area and E; of an export, how many weights."""
+    """Number of scales in [2**E, 2**(E + 1)) by area and E; of weights for other exports."""
     parts: tuple[PartReport, ...] = ()
     """Parts of the model, for a checkpoint or its weights."""
 
 
 Histograms = tuple[dict[str, list[int]], dict[str, Counter]]
-"""Weights below, at and above 0, and octaves, by area."""
+"""Counts of weights below, at and above 0, and of octaves, by area."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Saved(SavedFacts):
-    """A saved model that was opened."""
+    """An open saved model."""
 
     path: Path
     weights: Callable[[], Decoders]
@@ -117,7 +117,7 @@ class Saved(SavedFacts):
 
 
 def _open_packed(path: Path, checkpoint: Checkpoint) -> Saved:
-    """Open a checkpoint, or the weights alone, all of whose digests are checked."""
+    """Open a checkpoint or exported weights, and verify their digests."""
     settings = checkpoint.data.get("settings")
     if isinstance(settings, dict):
         settings = settings | {"seed": checkpoint.data.get("seed")}
@@ -127,9 +127,9 @@ def _open_packed(path: Path, checkpoint: Checkpoint) -> Saved:
 
     def weights() -> Decoders:
         if shape_of(model.config) is None:
-            return {name: _decoder(weight) for name, weight in model.weights().items()}
+            return {name: _new_decoder(weight) for name, weight in model.weights().items()}
         return {
-            part.gguf: _decoder(source.tensor, part.rows)
+            part.gguf: _new_decoder(source.tensor, part.rows)
             for source in sources(model)
             for part in source.parts
             if len(part.shape) == 2 and source.tensor is not None
@@ -178,9 +178,9 @@ def _open_packed(path: Path, checkpoint: Checkpoint) -> Saved:
 
 
 def _open_plain(path: Path, kind: str, file: GGUFFile | ModelFolder) -> Saved:
-    """Open an export whose weights are numbers: GGUF, or a folder for Transformers."""
-    about = {name: file.keys.get(f"arb.{name}") for name in ("step", "origin")}
-    check_schema(about, ORIGIN, f"`{path}`: `arb`", "name an export of `arb export`")
+    """Open an export with plain or block-quantised numbers: GGUF, or a Hugging Face folder."""
+    metadata = {name: file.keys.get(f"arb.{name}") for name in ("step", "origin")}
+    check_schema(metadata, ORIGIN, f"`{path}`: `arb`", "name an export of `arb export`")
     read = partial(read_reordered, file) if isinstance(file, GGUFFile) else file.tensor
     matrices = [entry.name for entry in file.entries.values() if len(entry.shape) == 2]
 
@@ -201,8 +201,8 @@ def _open_plain(path: Path, kind: str, file: GGUFFile | ModelFolder) -> Saved:
         path=path,
         kind=kind,
         digests="none",
-        step=about["step"],
-        origin=about["origin"],
+        step=metadata["step"],
+        origin=metadata["origin"],
         config={name: value for name, value in file.keys.items() if not isinstance(value, list)},
         weights=lambda: {name: partial(read, name) for name in matrices},
         bytes_by_area=bytes_by_area,
@@ -218,7 +218,7 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
         note: called with a message for each damaged checkpoint that is skipped.
 
     Raises:
-        ArbError: it is nothing that arb writes, or it is damaged.
+        ArbError: arb did not write it, or it is damaged.
     """
     if not path.exists():
         raise ArbError(f"there is no `{path}`", "name a run, a checkpoint or an export")
@@ -228,8 +228,8 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
     if path.is_dir():
         return dataclasses.replace(_open_packed(*saved()), kind="run", run=_run_facts(path, note))
     with open_regular(path) as file:
-        head = file.read(len(MAGIC))
-    if head == MAGIC:
+        start = file.read(len(MAGIC))
+    if start == MAGIC:
         return _open_plain(path, "gguf", GGUFFile(path))
     return _open_packed(*saved())
 
@@ -249,7 +249,7 @@ def _run_facts(run: Path, note: Callable[[str], None]) -> dict[str, Any]:
     return facts
 
 
-def _decoder(weight: Weight, rows: slice = slice(None)) -> Callable[[], Tensor]:
+def _new_decoder(weight: Weight, rows: slice = slice(None)) -> Callable[[], Tensor]:
     return lambda: weight.weight(torch.float32).detach()[rows]
 
 
@@ -278,66 +278,66 @@ def _count_values(counts: dict[str, Counter], area: str, values: Tensor) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How a tensor of one differs from that of another."""
+    """Difference of a tensor between two models."""
 
     name: str
     elements: int
     different: int
-    """Elements that differ; of trits, trits."""
+    """Number of elements that differ."""
     largest: float | None
-    """None if it is not finite, as an export may have such numbers."""
+    """Maximum absolute difference; None if it is not finite, as in an export with NaN."""
     relative: float | None
-    """Root-mean-square of the differences, over that of the first; None if that is 0, or if one is
-    not finite."""
+    """Norm of the difference relative to that of the first tensor; None if the latter is 0, or if
+    either is not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferenceReport:
-    """How two saved models differ."""
+    """Differences of two saved models."""
 
     first: str
     second: str
     compared: str
     """`state`: all tensors of two checkpoints; or `weights`: decoded matrices."""
     config: dict[str, list[Any]]
-    """Fields that differ, with both values; of two checkpoints."""
+    """Differing fields of the configurations of two checkpoints, with both values."""
     settings: dict[str, list[Any]]
-    """Differing settings of the runs, where both checkpoints have them."""
+    """Differing settings of the runs, if both checkpoints have them."""
     missing: dict[str, str]
-    """Tensors that only one has, and which; or that have other shapes."""
+    """Tensors that one model lacks, or whose shapes differ, with the reason."""
     tensors: list[Difference]
     """Tensors that differ."""
     num_equal: int
     """Number of tensors that are equal."""
     equal: bool
-    """Whether both have the same tensors, and all are equal."""
+    """Whether both models have the same tensors with equal values."""
 
 
 def compare(first: Saved, second: Saved) -> DifferenceReport:
-    """Compare the state of two checkpoints, or the weights of any two."""
+    """Compare the state of two checkpoints, or the weights of any two saved models."""
     packed = None not in (first.state, second.state)
-    both = [
+    decoders = [
         (saved.state if packed and saved.state else saved.weights)() for saved in (first, second)
     ]
     differences, missing, equal = [], {}, 0
-    for name in sorted(both[0].keys() | both[1].keys()):
-        if name not in both[0] or name not in both[1]:
-            missing[name] = "only in the first" if name in both[0] else "only in the second"
+    for name in sorted(decoders[0].keys() | decoders[1].keys()):
+        if name not in decoders[0] or name not in decoders[1]:
+            missing[name] = "only in the first" if name in decoders[0] else "only in the second"
             continue
-        first_tensor, second_tensor = (named[name]().float() for named in both)
+        first_tensor, second_tensor = (named[name]().float() for named in decoders)
         if first_tensor.shape != second_tensor.shape:
             missing[name] = f"{list(first_tensor.shape)} and {list(second_tensor.shape)}"
             continue
-        apart = second_tensor - first_tensor
-        if different := int(apart.count_nonzero()):
+        difference = second_tensor - first_tensor
+        if different := int(difference.count_nonzero()):
             size = float(first_tensor.norm())
             differences.append(
                 Difference(
                     name=name,
                     elements=first_tensor.numel(),
                     different=different,
-                    largest=finite(float(apart.abs().max())),
-                    relative=finite(float(apart.norm()) / size) if size else None,
+                    largest=finite(float(difference.abs().max())),
+                    relative=finite(float(difference.norm()) / size) if size else None,
                 )
             )
         else:

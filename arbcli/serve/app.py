@@ -79,14 +79,12 @@ def build_app(
         Exception: _server_error,
     }
     app = Starlette(routes=routes, exception_handlers=handlers)
-    app.add_middleware(
-        _RequestGuard, api_key=api_key, seconds=limits.seconds + 2 * limits.body_seconds
-    )
+    app.add_middleware(_Guard, api_key=api_key, seconds=limits.seconds + 2 * limits.body_seconds)
     return app
 
 
-class _RequestGuard:
-    """Rejects requests without the API key, and ends those whose client does not read."""
+class _Guard:
+    """Rejects requests without the API key, and ends those whose client reads too slowly."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, seconds: float) -> None:
         self._app, self._seconds = app, seconds

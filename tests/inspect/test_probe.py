@@ -17,9 +17,9 @@ from arbcli.config.training import train_config_from
 from arbcli.data.opening import open_texts
 from arbcli.data.text import entropy, held_out_batch
 from arbcli.inspect.probe import (
-    _count_acausal,
+    _block_ranges,
+    _count_acausal_changes,
     _histogram,
-    _ranges_of_blocks,
     examine,
     open_saved,
     probe,
@@ -101,11 +101,11 @@ def test_ranges_of_streams_are_those_of_attention_and_then_of_the_mlp():
     branches = ["mlp", "attention"] * 2
     names = [f"blocks.{index // 2}.{branch}_streams" for index, branch in enumerate(branches)]
     parts = [(f"blocks.{index}.attention", f"blocks.{index}.mlp") for index in range(2)]
-    ranges = _ranges_of_blocks(dict(zip(names, ends, strict=True)), parts)
+    ranges = _block_ranges(dict(zip(names, ends, strict=True)), parts)
     assert ranges == ((4, 5, 6, 7, 0, 1, 2, 3), (12, 13, 14, 15, 8, 9, 10, 11))
-    alone = _ranges_of_blocks({"blocks.0.mlp_streams": ends[0]}, [(None, "blocks.0.mlp")])
+    alone = _block_ranges({"blocks.0.mlp_streams": ends[0]}, [(None, "blocks.0.mlp")])
     assert alone == ((None, None, None, None, 0, 1, 2, 3),)
-    assert _ranges_of_blocks({}, parts) == ()
+    assert _block_ranges({}, parts) == ()
 
 
 def test_probe_looks_into_blocks_of_any_parts(text):
@@ -168,7 +168,7 @@ def test_causality_of_experts_is_checked_in_float32(text):
     model, dtypes = trainer.model, set()
     channel = model.blocks[0].branches[1].part
     channel.register_forward_pre_hook(lambda module, args: dtypes.add(args[0].dtype))
-    assert _count_acausal(model, torch.zeros(2, 8, dtype=torch.int64)) == (0, (0, 0))
+    assert _count_acausal_changes(model, torch.zeros(2, 8, dtype=torch.int64)) == (0, (0, 0))
     assert dtypes == {torch.float32}
     assert model.compute_dtype == torch.bfloat16
 

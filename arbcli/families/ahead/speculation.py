@@ -30,11 +30,7 @@ def can_check(model: LanguageModel) -> bool:
     """
     main, config = model.config.main, model.config
     others = config.outer, config.beside, config.reads_text, config.composite, config.fills
-    if (
-        any((*others, main.memories, main.router))
-        or main.streams > 1
-        or model.cache_format.code_dtype
-    ):
+    if any((*others, main.memories, main.router, main.streams > 1, model.cache_format.code_dtype)):
         return False
     parts = [branch.part for block in model.blocks for branch in block.branches]
     if config.head:

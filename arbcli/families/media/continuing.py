@@ -9,8 +9,8 @@ from arbcli.families import MEDIA, medium_of
 from arbcli.families.media import pictures, sound
 from arbcli.families.media.spans import MAX_HEADER, SoundHeader, find_spans
 
-PROMPT_SHARE = 0.5
-"""Default share of a sound or picture that is the prompt."""
+KEEP = 0.5
+"""Default of `--keep`: share of a sound or picture that is the prompt."""
 
 
 def prompt_and_length(
@@ -23,7 +23,7 @@ def prompt_and_length(
 
     Args:
         content: bytes of a file; a text is not cut.
-        keep: share of the sound or picture, 0 to 1; None is `PROMPT_SHARE`.
+        keep: share of the sound or picture, 0 to 1; None is `KEEP`.
         length: number of bytes to generate; None is the rest of the sound or picture.
         kinds: kinds of media that can be continued; if empty, `keep` must be 1, and text follows.
 
@@ -54,9 +54,7 @@ def prompt_and_length(
             f"the prompt is a {header.kind}, and its continuation needs a file",
             "add `--out FILE`, or `--keep 1` to generate the text after it",
         )
-    kept_items = int(
-        (PROMPT_SHARE if keep is None else keep) * (header.body_bytes // header.item_bytes)
-    )
+    kept_items = int((KEEP if keep is None else keep) * (header.body_bytes // header.item_bytes))
     missing_bytes = header.body_bytes - kept_items * header.item_bytes
     if isinstance(header, SoundHeader) and length is not None:
         header = dataclasses.replace(header, frames=kept_items + length // header.item_bytes)

@@ -96,7 +96,7 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
 
     def tensors() -> Iterator[Tensor]:
         for source, type in typed_sources:
-            yield from _encode_parts(source, type, _row_orders(source, shape, architecture))
+            yield from _encode(source, type, _row_orders(source, shape, architecture))
         if divisors is not None:
             yield encode_numbers("rope_freqs.weight", divisors, F32)
 
@@ -212,9 +212,7 @@ def _entry(part: dense.Part, kind: BlockType) -> container.Entry:
     return container.Entry(part.gguf, part.shape, kind if len(part.shape) == 2 else F32)
 
 
-def _encode_parts(
-    source: dense.Source, kind: BlockType, orders: dict[str, Tensor]
-) -> Iterator[Tensor]:
+def _encode(source: dense.Source, kind: BlockType, orders: dict[str, Tensor]) -> Iterator[Tensor]:
     """Encode the parts of a tensor in a type; vectors are float32."""
     all_rows = slice(None)
     is_matrix = len(source.parts[0].shape) == 2

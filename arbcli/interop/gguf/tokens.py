@@ -93,7 +93,7 @@ def token_keys(
                 special_ids.setdefault(kind, token)
     if reader.beginning:
         if len(reader.beginning) > 1:
-            raise _unsupported(path, f"{len(reader.beginning)} tokens before a text")
+            raise _refused(path, f"{len(reader.beginning)} tokens before a text")
         special_ids["bos"] = reader.beginning[0]
     stops = stop_tokens(reader, path)
     if "eos" not in special_ids:  # by default, llama.cpp ends texts at token 11
@@ -177,19 +177,17 @@ def _check_options(tokenizer: dict[str, Any], path: Path) -> None:
     """
     for step in _steps(tokenizer, "normalizer", "normalizers"):
         if step.get("type") not in NORMALIZERS:
-            raise _unsupported(path, f"a normalizer `{step.get('type')}`")
+            raise _refused(path, f"a normalizer `{step.get('type')}`")
     for name, values in PLAIN_MODEL.items():
         if tokenizer["model"].get(name) not in values:
-            raise _unsupported(path, f"`{name}` of a model")
+            raise _refused(path, f"`{name}` of a model")
     for added in tokenizer.get("added_tokens") or ():
         for name in PLAIN_ADDED:
             if has_type(added, dict) and added.get(name):
-                raise _unsupported(
-                    path, f"`{name}` of a token, as `{added.get('content')!r:.40}` has"
-                )
+                raise _refused(path, f"`{name}` of a token, as `{added.get('content')!r:.40}` has")
 
 
-def _unsupported(path: Path, part: str) -> ArbError:
+def _refused(path: Path, part: str) -> ArbError:
     return ArbError(f"`{path}`: GGUF cannot represent {part}", HINT)
 
 

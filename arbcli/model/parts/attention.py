@@ -384,8 +384,7 @@ class KVCache(State):
         """
         speculative = import_module(SPECULATIVE_ATTENTION)
         position, (cos, sin) = self.clock.position, self.table
-        new = self.speculative_rows(qkv.shape[1])
-        rings = qkv[0], self.keys.codes, self.values.codes, new
+        rings = qkv[0], self.keys.codes, self.values.codes, self.speculative_rows(qkv.shape[1])
         if split and self.splits_attention(qkv):
             return speculative.attend_ahead(*rings, position, cos, sin, NORM_EPS)[None]
         y = speculative.attend_in_turn(
