@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 ESTIMATE_AFTER = 10.0
-"""Seconds of training after which the estimated duration is printed, if a step is done."""
+"""Seconds of training after which the estimated duration is printed, once a step is complete."""
 LONG_SECONDS = 15 * 60
-"""Estimated duration above which a run on a CPU prints faster alternatives."""
+"""Estimated duration above which a run on a CPU prints faster alternatives, in seconds."""
 SMALL_WEIGHTS = 4e6
-"""Number of weights below which no preset is much smaller."""
+"""Number of weights below which no preset is substantially smaller."""
 BAR_COLUMNS = 24
 NOT_SAVED = "nothing was saved"
 NO_SAMPLE = (
@@ -48,11 +48,11 @@ class RunDisplay(Observer):
         self.advises, self.is_first = advises, is_first
         self.line = LiveLine(refreshes=True)
         self._step = self._first_step = 0
-        """Number of steps done, and those of an earlier process."""
-        self._begun = 0.0
-        self._left: tuple[float, float] | None = None
-        """Remaining seconds by the last record, and its time."""
-        self._figures: list[str] = []
+        """Number of completed steps, in total and when this process started."""
+        self._start_time = 0.0
+        self._remaining: tuple[float, float] | None = None
+        """Remaining seconds at the last record, and the time of the record."""
+        self._value_texts: list[str] = []
         """Formatted values of the last record."""
         self._estimate: Timer | None = None
         self.symbols, self.symbol_bytes = VOCABULARY, 1.0
@@ -84,7 +84,7 @@ class RunDisplay(Observer):
         model = config.model
         self.symbols = model.vocabulary
         self._train_bytes = text["train_bytes"]
-        number = trainer.num_weights
+        num_weights = trainer.num_weights
         weights, optimizer = word_of("--weights", config), word_of("--optimizer", config)
         packed = model.weights == "ternary"
         storage = f"rule {model.rule_text}, {model.scale_type}, " if packed else ""
@@ -93,25 +93,25 @@ class RunDisplay(Observer):
         note(f"        {text['val_bytes']:,} held out, order-0 entropy {text['entropy']:.3f} nats")
         if text.get("tokenizer"):
             train, self.symbol_bytes = trainer.texts.train, trainer.texts.val.symbol_bytes
-            if train.packs:  # records are not the text of their windows
+            if train.packs:  # windows contain parts of records
                 self._train_bytes = train.window_bytes(range(train.windows(0)), 0)
             note(
                 f"        as {len(train):,} tokens of {train.symbol_bytes:.2f} bytes to train on,"
                 f" of a vocabulary of {model.vocabulary:,}"
             )
-        note(f"model   {number:,} {weights} weights, {storage}ctx {model.ctx}")
+        note(f"model   {num_weights:,} {weights} weights, {storage}ctx {model.ctx}")
         if config.log_every == 1:
             parameters, buffers = trainer.num_floats
             note(
                 f"        float parameters {parameters:,}, float buffers {buffers:,},"
-                f" logical ternary weights {number if packed else 0:,}"
+                f" logical ternary weights {num_weights if packed else 0:,}"
             )
         shape = shape_of(model)
         if self.is_saved and shape and shape.sub_norms:
             note("        never a GGUF file, as llama.cpp has no sub-norms: see `--no-sub-norms`")
-        by = f"{optimizer} at lr {config.lr:g}" if optimizer else model.rule_text
+        method = f"{optimizer} at lr {config.lr:g}" if optimizer else model.rule_text
         windows = config.batch * config.accum
-        note(f"steps   {config.steps:,} of {windows:,} windows, by {by}, seed {config.seed}")
+        note(f"steps   {config.steps:,} of {windows:,} windows, by {method}, seed {config.seed}")
         hardware = f"{config.device}, backend {config.backend}, {config.compute}"
         if (size := trainer.group.size) > 1:
             hardware += f", {size} processes with {config.accum // size} of {config.accum} batches"
@@ -122,12 +122,12 @@ class RunDisplay(Observer):
             note(f"resumed at step {trainer.step}")
         self._advice = ""
         if self.advises and config.device == "cpu":
-            smaller = "" if number < SMALL_WEIGHTS else "`--preset tiny` is a smaller model, "
+            smaller = "" if num_weights < SMALL_WEIGHTS else "`--preset tiny` is a smaller model, "
             self._advice = f"{smaller}`--minutes 10` trains as many steps as fit"
         self._step = self._first_step = trainer.step
-        self._begun, self._left = time.perf_counter(), None
+        self._start_time, self._remaining = time.perf_counter(), None
         self.line.follow(self._progress)
-        if self._estimate:  # of an earlier start of the same command
+        if self._estimate:  # of an earlier attempt to start
             self._estimate.cancel()
         self._start_timer()
 
@@ -135,43 +135,43 @@ class RunDisplay(Observer):
         self._step = step
 
     def _seconds_left(self) -> tuple[str, float]:
-        """Estimate the remaining seconds, by the last record or else by the steps so far.
+        """Estimate the remaining time by the last record, or else by the steps so far.
 
         Returns:
-            Empty, or `more than ` before the first step has finished; and the seconds.
+            A prefix, `more than ` before the first step is complete, else empty; and seconds.
         """
-        now, done = time.perf_counter(), self._step - self._first_step
-        if self._left:
-            seconds, at = self._left
-            return "", max(0.0, seconds - (now - at))
-        seconds = now - self._begun
-        if done:
-            return "", seconds / done * (self.steps - self._step)
+        now, num_steps = time.perf_counter(), self._step - self._first_step
+        if self._remaining:
+            seconds, recorded_at = self._remaining
+            return "", max(0.0, seconds - (now - recorded_at))
+        seconds = now - self._start_time
+        if num_steps:
+            return "", seconds / num_steps * (self.steps - self._step)
         return "more than ", seconds * (self.steps - self._step - 1)
 
     def _start_timer(self) -> None:
-        self._estimate = Timer(ESTIMATE_AFTER, self.tell_estimate)
+        self._estimate = Timer(ESTIMATE_AFTER, self.print_estimate)
         self._estimate.daemon = True
         self._estimate.start()
 
-    def tell_estimate(self) -> None:
-        """Print the estimated duration once a step is done; if it is long, what would be faster."""
+    def print_estimate(self) -> None:
+        """Print the estimated duration once a step is complete, and alternatives if it is long."""
         if self._step == self._first_step:
             if self._estimate:  # the run has not ended
                 self._start_timer()
             return
-        _, left = self._seconds_left()
-        note(f"time    about {clock(left)} to step {self.steps:,}")
-        if self._advice and left > LONG_SECONDS:
+        _, seconds = self._seconds_left()
+        note(f"time    about {clock(seconds)} to step {self.steps:,}")
+        if self._advice and seconds > LONG_SECONDS:
             note(f"        quicker, from the start: {self._advice}")
 
     def _progress(self, width: int) -> str:
         """Return the status line between records, of at most `width` columns."""
-        how, left = self._seconds_left()
+        prefix, seconds = self._seconds_left()
         filled = self._step * BAR_COLUMNS // self.steps
         bar = f"[{'#' * filled}{'.' * (BAR_COLUMNS - filled)}]"
-        parts = [f"step {self._step}/{self.steps}", f"{how}{clock(left)} left", bar]
-        return fitted([*parts, *self._figures], width)
+        parts = [f"step {self._step}/{self.steps}", f"{prefix}{clock(seconds)} left", bar]
+        return fit_width([*parts, *self._value_texts], width)
 
     def first_step(self, first: "FirstStep") -> None:
         if self.quiet:
@@ -185,13 +185,13 @@ class RunDisplay(Observer):
         if self.quiet:
             return
         if record.seconds_left is not None:
-            self._left = record.seconds_left, time.perf_counter()
-        self._figures = _figures(record, record.bytes_seen / self._train_bytes)
-        parts = [f"step {record.step}/{self.steps}", *self._figures]
+            self._remaining = record.seconds_left, time.perf_counter()
+        self._value_texts = _value_texts(record, record.bytes_seen / self._train_bytes)
+        parts = [f"step {record.step}/{self.steps}", *self._value_texts]
         keep = self.keeps_lines or record.val_loss is not None
         if self.line.is_live:
             if keep:
-                self.line.show(fitted(parts, self.line.width), keep=True)
+                self.line.show(fit_width(parts, self.line.width), keep=True)
         else:
             if record.seconds_left is not None:
                 parts.insert(1, f"{clock(record.seconds_left)} left")
@@ -203,7 +203,7 @@ class RunDisplay(Observer):
             self.line.show(f"\nsample at step {record.step}\n{record.sample}\n", keep=True)
 
     def _uniform(self) -> str:
-        """Return the loss of a uniform prediction as text."""
+        """Format the loss of a uniform prediction."""
         nats = math.log(self.symbols) / self.symbol_bytes
         unit = "" if self.symbol_bytes == 1 else f" over {self.symbol_bytes:.2f} bytes a token"
         return f"{nats:.4f} nats is uniform, ln {self.symbols}{unit}"
@@ -216,8 +216,8 @@ class RunDisplay(Observer):
             emit_json(value)
         except OutputError as error:
             self.as_json = False
-            addition = ", and its directory has every record" if self.is_saved else ""
-            note(f"{error}; the run continues{addition}")
+            suffix = ", and its directory has every record" if self.is_saved else ""
+            note(f"{error}; the run continues{suffix}")
 
     def noted(self, message: str) -> None:
         if self.is_first:
@@ -251,18 +251,19 @@ class RunDisplay(Observer):
 
 
 def _compile_time(first: "FirstStep") -> str:
-    """Return the compile time of the first step as text."""
+    """Format the compile time of the first step."""
     if first.compile_seconds is None:
         return ", in which torch compiles the float baseline"
     compiled, loaded = first.kernels_compiled, first.kernels_loaded
-    took = f": {first.compile_seconds:.2f} s to"
+    prefix = f": {first.compile_seconds:.2f} s to"
     if compiled:
-        return f"{took} compile {compiled:,} kernels" + (f" and load {loaded:,}" if loaded else "")
-    return f"{took} load {loaded:,} kernels that were compiled before" if loaded else ""
+        also = f" and load {loaded:,}" if loaded else ""
+        return f"{prefix} compile {compiled:,} kernels{also}"
+    return f"{prefix} load {loaded:,} kernels that were compiled before" if loaded else ""
 
 
-def fitted(parts: Sequence[str], width: int) -> str:
-    """Join as many leading parts as fit into `width` columns; the first one always."""
+def fit_width(parts: Sequence[str], width: int) -> str:
+    """Join as many leading parts as fit into `width` columns, and at least the first one."""
     line = parts[0]
     for part in parts[1:]:
         if len(line) + 2 + len(part) > width:
@@ -271,8 +272,8 @@ def fitted(parts: Sequence[str], width: int) -> str:
     return line
 
 
-def _figures(record: "Record", epochs: float) -> list[str]:
-    """Format the values of a record, most important first; `epochs` were read of the text."""
+def _value_texts(record: "Record", epochs: float) -> list[str]:
+    """Format the values of a record, most important first, after `epochs` passes over the text."""
     shown = []
     if record.val_loss is not None:
         shown.append(f"held-out {record.val_loss:.4f}")
@@ -296,7 +297,7 @@ def _figures(record: "Record", epochs: float) -> list[str]:
 
 
 def _gauges(gauges: dict[str, float]) -> str:
-    """Format the gauges of a model, such as shares and the load of the fullest expert."""
+    """Format the gauges of a model, such as the load of the fullest expert."""
     shown = {
         "alive_codes": "{:.1%} of codes alive",
         "alive_knowledge": "{:.1%} of knowledge alive",

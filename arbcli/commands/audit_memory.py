@@ -1,4 +1,4 @@
-"""`arb audit-memory`: memory of training, predicted and then measured in real steps."""
+"""`arb audit-memory`: predicted and measured memory of training steps."""
 
 import dataclasses
 import re
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from arbcli.inspect.peak import PeakReport
     from arbcli.inspect.ranks import RanksReport
 
-LISTED = 10
-"""Rows of a table of live tensors."""
+MAX_ROWS = 10
+"""Maximum number of rows of a table of tensors."""
 STAGES = {
     "load": "loading",
     "forward": "forward",
@@ -50,8 +50,8 @@ EXCLUDED = {
 }
 """Options that cannot be combined with another one."""
 OPTIONS = ("batch", "accum", "compute", "recompute", "pack", "weight_average", "teacher", "seed")
-OF_RUN = {*OPTIONS, "dropout", "attention_dropout", "embedding_dropout", "reduce_dtype"}
-"""Settings of a run that are audited with its model."""
+AUDITED = {*OPTIONS, "dropout", "attention_dropout", "embedding_dropout", "reduce_dtype"}
+"""Settings that are taken from an audited run, besides its model."""
 
 
 _RUN = typer.Argument(
@@ -109,7 +109,7 @@ def audit_memory(
         settings = {"accum": ranks, "processes": ranks} | settings
     opt.check_settings(settings)
     report: DecodingAudit | WhatIfReport | RanksReport | FitReport | AuditReport
-    shown: RenderableType
+    tables: RenderableType
     with LiveLine("loading") as line:
         # slow to import, and not needed for `arb --help`
         from arbcli.inspect import audit, memory
@@ -128,28 +128,28 @@ def audit_memory(
             from arbcli.inspect.decoding import audit_decoding
 
             report = audit_decoding(config, decode)
-            shown = _decoding_tables(report)
+            tables = _decoding_tables(report)
         elif what_if:
             report = memory.what_if(config.model)
-            shown = _what_if_table(report)
+            tables = _what_if_table(report)
         elif ranks is not None and budget is not None:
             from arbcli.inspect.ranks import predict_ranks
 
             report = predict_ranks(config, ranks, budget, line.show_wait)
-            shown = _ranks_table(report)
+            tables = _ranks_table(report)
         elif ranks is not None:
             report = _audit_ranks(config)
-            shown = _ranks_table(report)
+            tables = _ranks_table(report)
         elif budget is not None:
             report = audit.check_fit(config, budget, line.show_wait)
-            shown = _fit_table(report)
+            tables = _fit_table(report)
         else:
             line.show_wait("predicting")
             predicted = partial(_show_prediction, line, steps)
             report = audit.audit(config, snapshot, predicted, line.show_wait, floats=floats)
-            shown = _audit_tables(report)
+            tables = _audit_tables(report)
     if rank == 0:
-        emit(report, shown, as_json=as_json)
+        emit(report, tables, as_json=as_json)
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -160,7 +160,7 @@ def _show_prediction(line: LiveLine, steps: int, predicted: "PeakReport") -> Non
 
 
 def _settings_of_run(run: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run, with changes of them."""
+    """Return the settings of a run, updated by `changes`."""
     if "preset" in changes:
         raise ArbError(f"`{run}` and `--preset` or `--model` both name a model", "give one of them")
     checkpoint = opt.find_run(run)
@@ -169,12 +169,12 @@ def _settings_of_run(run: Path, changes: dict[str, Any]) -> dict[str, Any]:
         from arbcli.inspect.recipe import tuning_context
 
         return {"preset": model, "ctx": tuning_context(model)} | changes
-    settings = {name: value for name, value in read_settings(path).items() if name in OF_RUN}
+    settings = {name: value for name, value in read_settings(path).items() if name in AUDITED}
     return settings | {"preset": read_model(path)} | changes
 
 
 def _audit_ranks(config: "TrainConfig") -> "RanksReport":
-    """Join the process group and measure this process."""
+    """Join the process group and audit all processes."""
     import torch  # takes seconds to import
 
     from arbcli.inspect.ranks import audit_ranks
@@ -198,15 +198,15 @@ def _mib(size: int | None) -> str:
 
 
 def _size(size: int | None) -> str:
-    """Format a size in the largest unit that it has one of; None is unknown."""
+    """Format a size in bytes in the largest unit that it reaches, at least KiB; None as `-`."""
     if size is None:
         return "-"
     units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-    unit, scale = next((pair for pair in units if size >= pair[1]), units[-1])
-    return f"{size / scale:,.2f} {unit}"
+    unit, factor = next((pair for pair in units if size >= pair[1]), units[-1])
+    return f"{size / factor:,.2f} {unit}"
 
 
-def _part_of(function: str) -> str:
+def _module_name(function: str) -> str:
     """Return the module of a qualified function: `data` for `data.batch`."""
     name = function.rpartition(" in ")[2]  # drops `OPERATION in `
     return name.split(".")[-2].replace("_", " ") if "." in name else name
@@ -236,16 +236,16 @@ def _fit_table(report: "FitReport") -> Group:
 
 
 def _live_table(peak: "PeakReport") -> Table:
-    """List what the predicted peak consists of."""
+    """Lay out the tensors at the predicted peak."""
     rows = [
-        [row.part, row.tensor, _part_of(row.made_in), f"{row.number:,}", _size(row.bytes)]
-        for row in peak.live[:LISTED]
+        [row.part, row.tensor, _module_name(row.made_in), f"{row.number:,}", _size(row.bytes)]
+        for row in peak.live[:MAX_ROWS]
     ]
-    if others := peak.live[LISTED:]:
+    if others := peak.live[MAX_ROWS:]:
         number, size = sum(row.number for row in others), sum(row.bytes for row in others)
         rows.append(["others", "", "", f"{number:,}", _size(size)])
-    head = ["", "tensor", "made in", "number", "size"]
-    return table("At the predicted peak, besides the state", head, rows, left=3)
+    columns = ["", "tensor", "made in", "number", "size"]
+    return table("At the predicted peak, besides the state", columns, rows, left=3)
 
 
 def _peak_rows(peak: "PeakReport") -> list[list[str]]:
@@ -253,7 +253,7 @@ def _peak_rows(peak: "PeakReport") -> list[list[str]]:
     return [
         ["state", _size(peak.state_bytes)],
         [f"activations of batch {peak.batch}, {bits} bits", _size(peak.saved_bytes)],
-        [f"transient, at {_part_of(peak.at)}", _size(peak.transient_bytes)],
+        [f"transient, at {_module_name(peak.at)}", _size(peak.transient_bytes)],
         ["constants, workspaces", _size(peak.constant_bytes)],
         [f"predicted peak of a step on {peak.device}", _size(peak.peak_bytes)],
         ["reserved by the allocator", _size(peak.reserved_bytes)],
@@ -289,7 +289,7 @@ def _ranks_table(report: "RanksReport") -> Table:
 
 
 def _floats_table(floats: "tuple[FloatTensor, ...]") -> Table:
-    """Lay out the largest float tensors of a step; those of different blocks share a row."""
+    """Lay out the largest float tensors of a step; corresponding tensors of blocks share a row."""
     rows: dict[tuple[str, str, str, str, str], list[FloatTensor]] = {}
     for tensor in floats:
         module = re.sub(r"\b[0-9]+\b", "*", tensor.module)
@@ -297,15 +297,15 @@ def _floats_table(floats: "tuple[FloatTensor, ...]") -> Table:
         key = (module, tensor.stage, tensor.made_in, tensor.dtype, survives)
         rows.setdefault(key, []).append(tensor)
     totals = {key: sum(t.count * t.bytes for t in tensors) for key, tensors in rows.items()}
-    largest = sorted(rows, key=lambda key: -totals[key])[:LISTED]
+    largest = sorted(rows, key=lambda key: -totals[key])[:MAX_ROWS]
     cells = []
     for key in largest:
         module, stage, function, dtype, survives = key
         count, function = sum(t.count for t in rows[key]), function.rpartition(".")[2]
         cells.append([function, module, stage, dtype, f"{count:,}", _size(totals[key]), survives])
     title = "Float tensors of the first step"
-    if len(rows) > LISTED:
-        number, size = len(rows) - LISTED, sum(totals.values()) - sum(totals[k] for k in largest)
+    if len(rows) > MAX_ROWS:
+        number, size = len(rows) - MAX_ROWS, sum(totals.values()) - sum(totals[k] for k in largest)
         title += f": the largest, and {number} rows of {_size(size)} more in `--json`"
     columns = ["made in", "module", "stage", "dtype", "number", "together", "survives"]
     return table(title, columns, cells, left=4)
@@ -335,7 +335,7 @@ def _levels_table(levels: "tuple[Level, ...]") -> Table:
         for level in levels
     ]
     columns = ["", "after", "live", "reserved", "peak", "loss"]
-    if not any(row[-1] for row in rows):  # of decoding steps
+    if not any(row[-1] for row in rows):  # decoding steps have no loss
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     return table("Measured", columns, rows, left=2)
 
@@ -354,10 +354,10 @@ def _audit_tables(report: "AuditReport") -> Group:
     )
     measured = f"measured, prediction off by {report.peak_error:+.1%}"
     peak = [*_peak_rows(report.predicted_peak), [measured, _size(report.peak_bytes)]]
-    shown = [] if report.floats is None else [_floats_table(report.floats)]
+    floats = [] if report.floats is None else [_floats_table(report.floats)]
     return Group(
         headline,
-        *shown,
+        *floats,
         state_table(report.predicted),
         table("Peak", ["", "size"], peak),
         _live_table(report.predicted_peak),

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from arbcli.generation.load import SavedModel
 
 MACHINE = "device", "backend", "compute"
-"""Settings that follow from the machine unless they are given."""
+"""Settings whose defaults depend on the machine."""
 
 
 def _check_loggers(names: list[str] | None) -> list[str] | None:
@@ -154,9 +154,9 @@ def train(
     if resume is None:
         settings = _new_settings(settings, config_file, init_from, out)
     else:
-        others = {name: value for name, value in settings.items() if name not in CHANGEABLE}
-        others |= opt.given_options(minutes=minutes, init_from=init_from, config=config_file)
-        _refuse_changes(others)
+        fixed = {name: value for name, value in settings.items() if name not in CHANGEABLE}
+        fixed |= opt.given_options(minutes=minutes, init_from=init_from, config=config_file)
+        _refuse_changes(fixed)
         if out is not None and resume != "auto":
             raise ArbError(
                 "`--out` names the folder of the runs for `--resume auto`, and a run was named",
@@ -167,7 +167,7 @@ def train(
             raise typer.Exit(print_check(Path(resume), settings, as_json=as_json, root=out))
         latest = resume == "auto"
         run = run_files.latest_run(out or run_files.RUNS) if latest else opt.find_run(Path(resume))
-        run_files.require_run(run)  # refuses another path before torch is imported
+        run_files.require_run(run)  # refuses an invalid path before torch is imported
     machine = opt.given_options(device=device, backend=backend)
     if print_config:
         _show_settings(settings | machine, as_json=as_json)
@@ -196,11 +196,11 @@ def train(
             plots.require_matplotlib()
         loggers = [create_logger(name, display.noted) for name in dict.fromkeys(log or ())]
         observer = Observers([display, *loggers])
-        smaller = room.HINT if resume is None else "use `--recompute` or a larger machine"
-        hint = f"{smaller}, or `--force` to try it"
+        remedy = room.HINT if resume is None else "use `--recompute` or a larger machine"
+        hint = f"{remedy}, or `--force` to try it"
         check = partial(room.check_memory, hint=hint) if not force else lambda _: None
         if resume is None and ternary:
-            _leave_busy_processors(device, display)
+            _reduce_threads(device, display)
         if resume is not None:
             report = resume_run(run, observer, **machine, profile=profile, check=check, **settings)
         else:
@@ -222,16 +222,16 @@ def train(
                 **choices,
                 save=not no_save,
             )
-    if not is_first:  # the launcher ends all processes as soon as one fails
+    if not is_first:  # only the first process may fail, as the launcher then ends all others
         return
     display.finished(report)
     if report.stopped_by and report.checkpoint:
-        again: list[tuple[str, object]] = [("gpus", gpus), ("plot", plot)]
-        again += [("log", name) for name in log or ()]
-        if resume is not None:  # a new run records them
-            again += machine.items()
+        options: list[tuple[str, object]] = [("gpus", gpus), ("plot", plot)]
+        options += [("log", name) for name in log or ()]
+        if resume is not None:  # a new run records device and backend
+            options += machine.items()
         words = " --pin" * pin
-        words += "".join(f" --{name} {shell_word(given)}" for name, given in again if given)
+        words += "".join(f" --{name} {shell_word(value)}" for name, value in options if value)
         where = "" if gpus or processes == 1 else f" in {processes} processes"
         note(f"continue{where} with: arb train --resume {shell_word(report.run)}{words}")
     if plot is not None and report.run is not None and report.steps:
@@ -260,17 +260,17 @@ def _pin(device: str | None) -> None:
         note(f"threads stay on socket {number}, on {len(cpus)} processors")
 
 
-def _leave_busy_processors(device: str | None, display: RunDisplay) -> None:
+def _reduce_threads(device: str | None, display: RunDisplay) -> None:
     """Compute with fewer threads while other programs use the CPU, and print a note."""
     import torch
 
     if not uses_cpu(device):
         return
-    usual = torch.get_num_threads()
-    threads = free_threads(usual, os.cpu_count() or 1)
-    if threads < usual:
+    default = torch.get_num_threads()
+    threads = free_threads(default, os.cpu_count() or 1)
+    if threads < default:
         torch.set_num_threads(threads)
-        display.noted(f"other programs are running: computing with {threads} of {usual} threads")
+        display.noted(f"other programs are running: computing with {threads} of {default} threads")
 
 
 def _new_settings(
@@ -321,7 +321,7 @@ def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> 
 
 
 def _chooses_step(settings: dict[str, Any], init_from: Path | None) -> bool:
-    """Return whether the windows of a step are chosen, not given."""
+    """Return whether the number of windows per step is chosen automatically."""
     return init_from is not None and not {"batch", "accum"} & settings.keys()
 
 
@@ -334,10 +334,10 @@ def _choose_step(
     sums: bool = True,
     sets_steps: bool = False,
 ) -> dict[str, Any]:
-    """Choose the windows of a step, print a note, and return the settings: see `choose_step`.
+    """Choose the number of windows per step, print a note, and return the settings.
 
-    With `sets_steps`, the steps of a short text are those of `EPOCHS` passes. For a float baseline,
-    whose memory is not predicted, nothing is chosen.
+    See `arbcli.inspect.recipe.choose_step`. With `sets_steps`, a short text is read for at most
+    `EPOCHS` passes. For a float baseline, whose memory is not predicted, nothing is chosen.
 
     Raises:
         ArbError: no window fits into the memory.
@@ -358,34 +358,34 @@ def _choose_step(
             f"no window of {config.model.ctx:,} tokens fits into {budget / 2**30:.2f} GiB",
             "use a smaller `--ctx`, `arb import --rule nibble`, or `--batch 1` to try it",
         )
-    chosen = {name: getattr(recipe, name) for name in ("batch", "accum", "recompute")}
-    chosen["reduce_dtype"], options = recipe.reduce_dtype, recipe.options
-    tokens = recipe.ctx * recipe.batch * recipe.accum
-    if sets_steps and EPOCHS * size < config.steps * tokens:
-        chosen["steps"] = max(1, round(EPOCHS * size / tokens))
-        options += f" --steps {chosen['steps']}"
+    settings = {name: getattr(recipe, name) for name in ("batch", "accum", "recompute")}
+    settings["reduce_dtype"], options = recipe.reduce_dtype, recipe.options
+    step_tokens = recipe.ctx * recipe.batch * recipe.accum
+    if sets_steps and EPOCHS * size < config.steps * step_tokens:
+        settings["steps"] = max(1, round(EPOCHS * size / step_tokens))
+        options += f" --steps {settings['steps']}"
     display.noted(f"chosen: {options} ({recipe.summary})")
-    return chosen
+    return settings
 
 
 def _show_settings(settings: dict[str, Any], *, as_json: bool) -> None:
-    """Print the settings that a run would have, but for those that this machine decides."""
+    """Print the settings of a run, without those whose defaults depend on the machine."""
     with LiveLine("loading"):
         from arbcli.training.configure import new_config  # torch takes seconds to import
 
         config = new_config(**settings)
-    chosen_here = [name for name in MACHINE if name not in settings]
+    omitted = [name for name in MACHINE if name not in settings]
     if as_json:
         values = train_config_dict(config)
-        emit_json({name: value for name, value in values.items() if name not in chosen_here})
+        emit_json({name: value for name, value in values.items() if name not in omitted})
     else:
-        write_bytes(settings_text(config, chosen_here).encode())
+        write_bytes(settings_text(config, omitted).encode())
 
 
 def _show_windows(
     settings: dict[str, Any], init_from: Path | None, number: int, processes: int, *, as_json: bool
 ) -> None:
-    """Print the first windows that a run would read, with the text that it would learn marked."""
+    """Print the first windows of a run, with the text that contributes to the loss marked."""
     with RunDisplay(quiet=False, as_json=False) as display:
         display.wait("loading")
         from arbcli.training.configure import new_config  # torch takes seconds to import
@@ -407,8 +407,8 @@ def _show_windows(
             "".join(f"[[{run.text}]]" if run.learnt else run.text for run in runs)
             for runs in window.documents
         )
-        head = f"window {index}: {window.learnt:,} of {config.model.ctx:,} positions are learned"
-        write_bytes("\n".join([head, *documents, ""]).encode())
+        heading = f"window {index}: {window.learnt:,} of {config.model.ctx:,} positions are learned"
+        write_bytes("\n".join([heading, *documents, ""]).encode())
 
 
 def _refuse_changes(settings: dict[str, Any]) -> None:
@@ -422,7 +422,7 @@ def _refuse_changes(settings: dict[str, Any]) -> None:
 
 def _refuse_model_settings(settings: dict[str, Any]) -> None:
     refused = [name for name in settings if name in ("model_file", "fields") or is_kept(name)]
-    if isinstance(settings.get("preset"), str):  # that of a run's `config.json` is a whole model
+    if isinstance(settings.get("preset"), str):  # in a run's `config.json` it is a complete model
         refused.append("preset")
     if settings.get("weights") == "ternary":
         refused.remove("weights")

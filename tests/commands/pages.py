@@ -158,7 +158,7 @@ def _shown_by_train(*, quiet: bool = False) -> str:
         clock[0] += 2
         display.stepped(18)
         if not quiet:
-            display.tell_estimate()
+            display.print_estimate()
         first = filled(FirstStep)
         display.first_step(first)
         display.first_step(replace(first, kernels_compiled=0, kernels_loaded=0))

@@ -62,7 +62,7 @@ def test_prompt_is_echoed_on_a_terminal_or_if_asked(generate, monkeypatch):
     words = ("--prompt", "ternary ", "--length", "4")
     plain = generate(*words).stdout
     assert generate(*words, "--echo").stdout == f"ternary {plain}"
-    monkeypatch.setattr("arbcli.commands.generate.is_shown", lambda: True)
+    monkeypatch.setattr("arbcli.commands.generate.is_stdout_terminal", lambda: True)
     assert generate(*words).stdout == f"ternary {plain}"
     assert generate(*words, "--no-echo").stdout == plain
     assert generate(*words, "--bytes").stdout == plain

@@ -206,13 +206,13 @@ def test_page_shows_every_figure_of_its_report(name):
 def test_duration_is_estimated_once_a_step_is_done(capsys):
     with mock.patch.object(_run_display, "Timer") as timer:
         display = _run_display.RunDisplay(quiet=False, as_json=False)
-        display.steps, display._begun, display._advice = 10, time.perf_counter(), ""
+        display.steps, display._start_time, display._advice = 10, time.perf_counter(), ""
         display._start_timer()
-        display.tell_estimate()
+        display.print_estimate()
         assert timer.call_count == 2
         assert capsys.readouterr().err == ""
         display.stepped(1)
-        display.tell_estimate()
+        display.print_estimate()
         assert timer.call_count == 2
     assert "time    about " in capsys.readouterr().err
 

@@ -124,7 +124,7 @@ def test_train_explains_a_mistake_in_two_lines(name, text, tmp_path, arb_error, 
 def test_stopped_resume_says_how_to_continue_alike(finished_run, arb_here, monkeypatch):
     resumed = mock.Mock(return_value=mock.Mock(run="a run", steps=3, stopped_by="SIGTERM"))
     monkeypatch.setattr("arbcli.training.resume.resume_run", resumed)
-    for name in ("check_logger", "find_logger"):
+    for name in ("check_logger", "create_logger"):
         monkeypatch.setattr(f"arbcli.commands.train.{name}", mock.Mock())
     monkeypatch.setattr("arbcli.inspect.plots.require_matplotlib", mock.Mock())
     words = ["--device", "cpu", "--backend", "torch", "--log", "wandb", "--plot", "plot.png"]
