@@ -32,7 +32,7 @@ from arbcli.config.settings import (
     replaced,
 )
 from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS
-from arbcli.config.training import FIELDS, SETTINGS, spelled_out, train_config, words_of
+from arbcli.config.training import FIELDS, SETTINGS, option_words, resolve_names, train_config
 from arbcli.data import files
 from arbcli.data.conversion import check_records
 from arbcli.data.text import check_is_bytes
@@ -94,7 +94,7 @@ def _quoted_option(field: str, value: str) -> str:
     option, _, off = option_of(field).partition("/")
     if value == "True":
         return f"`{option}`"
-    words = words_of(option) if field in SETTINGS and SETTINGS[field].setting.words else {}
+    words = option_words(option) if field in SETTINGS and SETTINGS[field].setting.words else {}
     word = next((word for word, sets in words.items() if sets.get(field) == value), value)
     return f"`{off or f'{option} {word}'}`"
 
@@ -103,8 +103,8 @@ def given_options(**values: Any) -> dict[str, Any]:
     """Return the options that were given (not None), by the fields that they set."""
     values = {field: value for field, value in values.items() if value is not None}
     assigned, fields = read_assignments(values.pop("assignments", ()))
-    settings = spelled_out(values)
-    for name, value in spelled_out(assigned).items():
+    settings = resolve_names(values)
+    for name, value in resolve_names(assigned).items():
         if name in ("device", "backend") or settings.get(name, value) != value:
             raise ArbError(
                 f"`--set {name}` does not combine with {quoted_options([name])}",

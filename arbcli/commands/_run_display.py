@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from arbcli.base.output import LiveLine, OutputError, bytes_text, clock, emit_json, note, note_text
 from arbcli.config.model import VOCABULARY
-from arbcli.config.training import word_of
+from arbcli.config.training import option_word
 from arbcli.training.observer import Observer
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class RunDisplay(Observer):
         self.symbols = model.vocabulary
         self._train_bytes = text["train_bytes"]
         num_weights = trainer.num_weights
-        weights, optimizer = word_of("--weights", config), word_of("--optimizer", config)
+        weights, optimizer = option_word("--weights", config), option_word("--optimizer", config)
         packed = model.weights == "ternary"
         storage = f"rule {model.rule_text}, {model.scale_type}, " if packed else ""
         note(f"run     {run or 'none: with `--no-save` nothing is saved'}")
@@ -255,11 +255,11 @@ def _compile_time(first: "FirstStep") -> str:
     if first.compile_seconds is None:
         return ", in which torch compiles the float baseline"
     compiled, loaded = first.kernels_compiled, first.kernels_loaded
-    prefix = f": {first.compile_seconds:.2f} s to"
+    cost = f": {first.compile_seconds:.2f} s to"
     if compiled:
         also = f" and load {loaded:,}" if loaded else ""
-        return f"{prefix} compile {compiled:,} kernels{also}"
-    return f"{prefix} load {loaded:,} kernels that were compiled before" if loaded else ""
+        return f"{cost} compile {compiled:,} kernels{also}"
+    return f"{cost} load {loaded:,} kernels that were compiled before" if loaded else ""
 
 
 def fit_width(parts: Sequence[str], width: int) -> str:

@@ -19,7 +19,7 @@ from arbcli.commands import _options as opt
 from arbcli.commands._outputs import check_folder
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.model_file import model_lines
-from arbcli.config.training import spelled_out
+from arbcli.config.training import resolve_names
 from arbcli.interop.huggingface.config_json import model_name, read_folder_config
 from arbcli.model.rules import FADING
 
@@ -73,7 +73,7 @@ def import_model(
         raise ArbError(f"`{folder}` is not a folder", "name a folder with `config.json` in it")
     if budget is not None and budget < 2**20:
         raise ArbError(f"`--budget` is {budget:,} bytes", "add the unit, such as `--budget 24GiB`")
-    storage = spelled_out({"scale_type": scale_type, "direction": direction})
+    storage = resolve_names({"scale_type": scale_type, "direction": direction})
     storage |= {"attention_rule": attention_rule, "mlp_rule": mlp_rule}
     ignored = ignore_field or ()
     rules = [rule or FADING[0]] if rule or attention_rule or mlp_rule else FADING

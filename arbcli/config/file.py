@@ -27,9 +27,9 @@ from arbcli.config.short_forms import ARGUMENTS
 from arbcli.config.training import (
     OPTIMIZERS,
     TrainConfig,
-    default_sums,
-    field_of,
-    spelled_out,
+    canonical_name,
+    default_reduction,
+    resolve_names,
     train_config_dict,
 )
 
@@ -70,17 +70,17 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise ArbError(f"`preset` of `{path}` is `{preset}`", "name a preset in quotes")
     for table, known, where in ((values, TOP, ""), (model, ARGUMENTS, "model.")):
         for spelling, value in table.items():
-            name = field_of(spelling)
+            name = canonical_name(spelling)
             if name not in known:
                 raise _unknown(path, where, name, known)
             if value is not None:  # JSON has null where nothing was given
                 kind = TOP[name] if known is TOP else plain_type(ARGUMENTS[name].annotation)
                 settings[spelling] = as_type(value, kind, f"`{where}{name}` in `{path}`")
-    if values.get("reduce_dtype", "") is None and default_sums(settings.get("accum", 1)):
+    if values.get("reduce_dtype", "") is None and default_reduction(settings.get("accum", 1)):
         settings["reduce_dtype"] = "none"  # not the default
     if settings.get("optimizer") == OPTIMIZERS["ternary"][0]:  # follows from the weights
         del settings["optimizer"]
-    return spelled_out(settings)
+    return resolve_names(settings)
 
 
 def read_model(path: Path) -> ModelConfig:
@@ -127,7 +127,7 @@ def settings_text(config: TrainConfig, without: Collection[str] = ()) -> str:
     settings = {name: value for name, value in values.items() if value is not None}
     if settings["optimizer"] == OPTIMIZERS["ternary"][0]:  # that of the model
         del settings["optimizer"]
-    if config.reduce_dtype is None and default_sums(config.accum):
+    if config.reduce_dtype is None and default_reduction(config.accum):
         settings["reduce_dtype"] = "none"
     lines = [f"{name} = {to_toml(value)}" for name, value in settings.items()]
     return "\n".join([*lines, "", *model_lines(config.model)]) + "\n"
@@ -166,7 +166,7 @@ def read_assignments(texts: Iterable[str]) -> tuple[dict[str, Any], dict[str, An
             value = tomllib.loads(f"value = {word}")["value"]
         except tomllib.TOMLDecodeError:
             value = word.strip()
-        name = field_of(spelling.replace("-", "_"))
+        name = canonical_name(spelling.replace("-", "_"))
         known = name in TOP or name in ARGUMENTS
         if (name if known else spelling) in (settings if known else fields):
             raise ArbError(f"`{shown(spelling)}` is set twice", "set it once")

@@ -36,7 +36,7 @@ from arbcli.base.errors import ArbError, quoted
 from arbcli.base.reading import shown
 from arbcli.config.fields import NONE, build_dataclass
 from arbcli.config.model import LISTS, MAX_BLOCKS, BlockConfig, Blocks, ModelConfig, StageConfig
-from arbcli.config.training import model_word, spelled_out
+from arbcli.config.training import model_word, resolve_names
 from arbcli.model.rules import DIRECTION, RULES
 
 MAX_STAGES = 64
@@ -98,7 +98,7 @@ def model_fields(values: dict[str, Any], where: str) -> dict[str, Any]:
         if name in values
     }
     others = {name: value for name, value in values.items() if name not in (*storage, "optimizer")}
-    return others | spelled_out(storage)
+    return others | resolve_names(storage)
 
 
 def _stage(stage: Any, blocks: dict[str, BlockConfig], where: str) -> StageConfig:

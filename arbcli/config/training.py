@@ -44,19 +44,19 @@ LOSSES = ("text", *(loss for family in FAMILIES.values() for loss in family.loss
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 """Choices of `schedule`."""
 FADE_FROM = 0.4
-"""Default share of a run's steps after which weights begin to fade from all digits to the trit."""
+"""Default share of a run's steps after which weights begin to fade from all digits to trits."""
 FADING_SHARE = 0.5
-"""Default share of a run's steps in which weights fade."""
+"""Default share of a run's steps during which weights fade."""
 FADE_LEARNT_TO = 0.1
-"""Default share of the steps after which weights are trits in a run that starts from all digits of
-other weights."""
+"""Default share of the steps after which weights are trits, in a run that starts from weights of
+all digits."""
 COMPUTES = ("bf16", "fp8", "fp8-backward", "nvfp4", "fp32")
 """Choices of `compute`."""
 REDUCE_DTYPES = ("int12", "int8", "int16")
 """Choices of `reduce_dtype`: integers to which gradients of matrices are rounded."""
 MAX_UNSUMMED = 4
-"""Default maximum number of micro-batches per step that are not summed before they are averaged.
-Each is rounded to the moment, and this loses more the more there are: see docs/rules.md."""
+"""Default maximum number of micro-batches per step whose gradients are not summed, but each rounded
+into the moment. The loss of precision grows with their number: see docs/rules.md."""
 MAX_INT16_SUMMED = 16
 """Maximum number of micro-batches that `int16` sums in 16 bits; `int12` sums 64."""
 MAX_ACCUM = {"int8": 2**20, "int12": 2**16, "int16": 2**12}
@@ -65,21 +65,21 @@ CHANGEABLE = (
     "steps", "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best",
     "patience", "recompute",
 )  # fmt: skip
-"""Settings that a resume may change; only that of the steps changes weights, of later steps."""
+"""Settings that a resume may change; only `steps` affects the weights, of later steps."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
 """Choices of `optimizer` by the kind of weights."""
 FLOAT_WEIGHT_DECAY = 0.1
 """Default `weight_decay` of float baselines."""
-OF_TERNARY = {
+TERNARY_ONLY = {
     "scale_losses": "scales", "teacher": "teacher", "reduce_dtype": "rounded gradients",
     "compute=fp8": "products in eight bits", "compute=fp8-backward": "products in eight bits",
     "compute=nvfp4": "products in four bits", "pack": "packed gates",
 }  # fmt: skip
-"""Settings that a float baseline refuses, with the property that it lacks."""
-OF_REMAINDERS = {"weight_average": "average", "weight_decay": "remainder that could decay"}
-"""Settings that weights without remainders refuse."""
+"""Settings that float baselines refuse, with the property that they lack."""
+REMAINDER_ONLY = {"weight_average": "average", "weight_decay": "remainder that could decay"}
+"""Settings that weights without remainders refuse, with the property that they lack."""
 DROPOUTS = ("dropout", "attention_dropout", "embedding_dropout")
-"""Settings with a probability of dropout."""
+"""Settings that are dropout probabilities."""
 MAX_DECAY = 8
 """Maximum product of `weight_decay` and `lr`; `fade` doubles the rate of digits."""
 FLOAT_LR = {
@@ -89,8 +89,8 @@ FLOAT_LR = {
     ("ste", "muon"): 3e-3,
 }
 """Default `lr` of float baselines, by weights and optimizer."""
-of_text, of_learning, of_run = (partial(setting, group=g) for g in (TEXT, OPTIMISATION, RUN))
-"""Declare a field under one of the headings of options."""
+text_field, train_field, run_field = (partial(setting, group=g) for g in (TEXT, OPTIMISATION, RUN))
+"""Declare a field in one of the groups of options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class TrainConfig:
     """Complete configuration of a run, as saved in `config.json`."""
 
     model: ModelConfig
-    data: tuple[str, ...] = of_text(
+    data: tuple[str, ...] = text_field(
         (),
         "Training text: a file, folder or glob, - for stdin, or hf:NAME:SPLIT for a dataset of"
         " the hub. Repeat it for several, all with weights as in a.txt:0.7 or none. Compressed,"
@@ -107,145 +107,145 @@ class TrainConfig:
         metavar="PATH",
         common=True,
     )
-    val: tuple[str, ...] = of_text(
+    val: tuple[str, ...] = text_field(
         (),
         "Held-out text.",
         default="the last tenth of one file, or a tenth of the files",
         metavar="PATH",
         common=True,
     )
-    field: str | None = of_text(
+    field: str | None = text_field(
         None,
         "Field of records, such as .jsonl or .parquet files, that holds the text; for chats"
         " messages, or the names of two fields as QUESTION+ANSWER.",
         metavar="FIELD",
         common=True,
     )
-    data_format: str | None = of_text(
+    data_format: str | None = text_field(
         None,
         "Format of .bin files: text as bytes, or tokens of the tokenizer as integers of 16 or"
         " 32 bits.",
         choices=tuple(TOKEN_BYTES),
         default="that of llm.c's header",
     )
-    sound: str | None = of_text(
+    sound: str | None = text_field(
         None,
         "Format of sounds: mulaw, one byte per sample, or pcm16, two.",
         choices=SOUND_FORMS,
         default="mulaw, and sounds in folders are left out",
     )
-    picture: str | None = of_text(
+    picture: str | None = text_field(
         None,
         "Format of pictures: rgb or grey, optionally with a size, as in rgb:64x48.",
         metavar="FORM",
         default="rgb, and pictures in folders are left out",
     )
-    tokenizer: str | None = of_text(
+    tokenizer: str | None = text_field(
         None,
         "A tokenizer.json. The model then reads its tokens instead of bytes.",
         metavar="FILE",
         common=True,
     )
-    steps: int = of_learning(400, "Training steps.", minimum=1, common=True)
-    batch: int = of_learning(16, "Windows in a batch.", minimum=1, common=True)
-    accum: int = of_learning(
+    steps: int = train_field(400, "Training steps.", minimum=1, common=True)
+    batch: int = train_field(16, "Windows in a batch.", minimum=1, common=True)
+    accum: int = train_field(
         1, "Gradient accumulation: micro-batches of a step.", minimum=1, common=True
     )
-    lr: float = of_learning(1.0, "Learning rate.", default="that of the rule", common=True)
-    warmup: int = of_learning(
+    lr: float = train_field(1.0, "Learning rate.", default="that of the rule", common=True)
+    warmup: int = train_field(
         100, "Steps of linear warm-up, at most half of the run.", minimum=0, common=True
     )
-    schedule: str = of_learning(
+    schedule: str = train_field(
         "cosine",
         "Learning rate after the warm-up: cosine, linear or constant, or wsd, which is"
         " constant and falls in the last fifth.",
         choices=SCHEDULES,
         common=True,
     )
-    final_lr: float | None = of_learning(
+    final_lr: float | None = train_field(
         None, "Learning rate at the end.", minimum=0, default="lr / 20"
     )
-    fade_from: float | None = of_learning(
+    fade_from: float | None = train_field(
         None,
         "Share of the steps after which weights begin to anneal.",
         minimum=0,
         default="half of the steps before the end of the fade, so 0.4; 0 for a run that starts"
         " from weights of all digits",
     )
-    fade_to: float | None = of_learning(
+    fade_to: float | None = train_field(
         None,
         "Share of the steps after which annealed weights are ternary.",
         minimum=0,
         default="half of the steps after the beginning of the fade, so 0.9; 0.1 for a run that"
         " starts from weights of all digits",
     )
-    dropout: float = of_learning(
+    dropout: float = train_field(
         0.0,
         "Probability with which each output of a mixer or an MLP is dropped in training, for"
         " texts that are read several times.",
         minimum=0,
         metavar="P",
     )
-    attention_dropout: float = of_learning(
+    attention_dropout: float = train_field(
         0.0,
         "Probability with which each attention weight is dropped in training.",
         minimum=0,
         metavar="P",
     )
-    embedding_dropout: float = of_learning(
+    embedding_dropout: float = train_field(
         0.0,
         "Probability with which each number of the embedding's output is dropped in training.",
         minimum=0,
         metavar="P",
     )
-    weight_decay: float | None = of_learning(
+    weight_decay: float | None = train_field(
         None,
         "Share by which weights shrink in a step, relative to the learning rate: as AdamW's.",
         minimum=0,
         default="0; 0.1 for the baselines float and ste",
     )
-    weight_average: int = of_learning(
+    weight_average: int = train_field(
         0,
         "Evaluate, sample and export an average of the weights over about so many steps, in"
         " int8, or float32 for baselines; 0 averages nothing.",
         minimum=0,
         decisive=False,
     )
-    seed: int = of_run(
+    seed: int = run_field(
         0, "Random seed.", minimum=0, maximum=MAX_COUNT, metavar="N", common=True, decisive=True
     )
-    save_every: int = of_run(
+    save_every: int = run_field(
         500,
         "Steps between checkpoints. One is also saved at the start and every 5 minutes.",
         minimum=1,
         common=True,
     )
-    eval_every: int | None = of_run(
+    eval_every: int | None = run_field(
         None,
         "Steps between evaluations; 0 is never.",
         minimum=0,
         default=f"a quarter of the run, {EVAL_EVERY[0]} to {EVAL_EVERY[1]}",
         common=True,
     )
-    log_every: int | None = of_run(
+    log_every: int | None = run_field(
         None, "Steps between records.", minimum=1, maximum=MAX_LOG_EVERY, default="10"
     )
     """Steps between records; None is `arbcli.training.schedule.LOG_EVERY`."""
-    sample_every: int | None = of_run(
+    sample_every: int | None = run_field(
         None, "Steps between samples of text.", minimum=1, default="only at the end"
     )
-    keep: int = of_run(2, "Newest checkpoints to keep.", minimum=1)
-    keep_best: bool = of_run(
+    keep: int = run_field(2, "Newest checkpoints to keep.", minimum=1)
+    keep_best: bool = run_field(
         False, "Also keep the checkpoint of the lowest held-out loss.", negatable=False
     )
-    patience: int | None = of_run(
+    patience: int | None = run_field(
         None,
         "Stop after so many evaluations without a lower held-out loss, and keep the checkpoint"
         " of the lowest.",
         minimum=1,
         default="all steps are done",
     )
-    optimizer: str = of_learning(
+    optimizer: str = train_field(
         "rule",
         "For the baselines float and ste: adamw, their default, or muon.",
         choices=OPTIMIZERS["float"],
@@ -254,7 +254,7 @@ class TrainConfig:
         default="adamw",
     )
     """Optimizer of float baselines; `rule` for ternary weights."""
-    teacher: str | None = of_learning(
+    teacher: str | None = train_field(
         None,
         "Run or checkpoint to distil from: its predictions are learnt in addition to the text.",
         metavar="PATH",
@@ -263,19 +263,19 @@ class TrainConfig:
     scale_losses: tuple[str, ...] = ()
     """Parts of the loss that train the scales of an area of the model, as `area=loss` or
     `area=loss+loss`; scales of other areas are trained by the complete loss."""
-    recompute: bool = of_learning(
+    recompute: bool = train_field(
         False,
         "Recompute activations in the backward pass, to save memory.",
         negatable=False,
         common=True,
         decisive=False,
     )
-    pack: bool = of_learning(
+    pack: bool = train_field(
         False,
         "Keep the gates of MLPs in 12 bits per number for the backward pass, to save memory.",
         negatable=False,
     )
-    reduce_dtype: str | None = of_run(
+    reduce_dtype: str | None = run_field(
         None,
         "Integer type in which gradients of micro-batches and processes are summed. none"
         " averages each as it is computed, in less memory.",
@@ -285,7 +285,7 @@ class TrainConfig:
     )
     """Integers of gradients in sums and in the all-reduce; None updates each matrix as soon as its
     gradient is computed, without accumulating gradients. `none` becomes None."""
-    compute: str = of_learning(
+    compute: str = train_field(
         "bf16",
         "Activations: bf16 or fp32; or bf16 with matrix products in fp8, with those of the backward"
         " pass in fp8, or in nvfp4, which is emulated.",
@@ -293,10 +293,10 @@ class TrainConfig:
         default="bf16 where it is fast",
         common=True,
     )
-    device: str = of_run(
+    device: str = run_field(
         "cpu", "Device.", metavar="cpu|cuda|mps", default="cuda if there is one", common=True
     )
-    backend: str = of_run(
+    backend: str = run_field(
         "torch",
         "Implementation of the kernels.",
         choices=BACKENDS,
@@ -304,7 +304,7 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        """Check values, and that settings can be combined.
+        """Check values and combinations of settings.
 
         Raises:
             ArbError: a value is invalid, or settings contradict each other.
@@ -314,9 +314,9 @@ class TrainConfig:
             object.__setattr__(self, "reduce_dtype", None)
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
         if self.model.weights != "ternary":
-            self._refuse(OF_TERNARY, "a float baseline has no", "weights")
+            self._refuse(TERNARY_ONLY, "a float baseline has no", "weights")
         if "votes" in self.model.rules:
-            self._refuse(OF_REMAINDERS, "weights of the rule `votes` have no", "rule")
+            self._refuse(REMAINDER_ONLY, "weights of the rule `votes` have no", "rule")
         if self.scale_losses:
             self._check_scale_losses()
         self._check_media()
@@ -326,7 +326,7 @@ class TrainConfig:
                 f"use `accum` of up to {MAX_ACCUM[self.reduce_dtype]:,}, or narrower integers",
                 fields=("accum", "reduce_dtype"),
             )
-        for problem, name in self.bars_to_packing() if self.pack else ():
+        for problem, name in self.packing_problems() if self.pack else ():
             raise ArbError(problem, "leave `pack=True` out", fields=("pack", name))
         for name, chosen in (("keep_best=True", self.keep_best), ("patience", self.patience)):
             field = name.partition("=")[0]
@@ -404,13 +404,13 @@ class TrainConfig:
                 )
 
     def _check_attention_dropout(self) -> None:
-        """Check that there are attention weights to drop, and that all of them can be."""
+        """Check that `attention_dropout` applies to the mixers, and that all support it."""
         if not self.attention_dropout:
             return
         drops = {part.kind: part.drops_attention for _, part in self.model.specs_and_parts()}
         problem = "this model has no attention weights that could be dropped"
-        if unable := next((kind for kind, able in drops.items() if able is False), None):
-            problem = f"attention weights of the mixer `{unable}` cannot be dropped"
+        if kind := next((kind for kind, supported in drops.items() if supported is False), None):
+            problem = f"attention weights of the mixer `{kind}` cannot be dropped"
         elif any(drops.values()):
             return
         raise ArbError(problem, "leave `attention_dropout` out", fields=("attention_dropout",))
@@ -432,12 +432,12 @@ class TrainConfig:
             return self.weight_decay
         return 0.0 if self.model.weights == "ternary" else FLOAT_WEIGHT_DECAY
 
-    def bars_to_packing(self) -> list[tuple[str, str]]:
-        """List why gates cannot be packed, and the fields that are the cause.
+    def packing_problems(self) -> list[tuple[str, str]]:
+        """Return reasons why gates cannot be packed, each with the field that causes it.
 
-        There must be gates in bfloat16, and blocks that do not recompute them.
+        Packing needs gates in bfloat16, and blocks that do not recompute them.
         """
-        barred = {
+        problems = {
             "layers": (
                 "no block before the last one has a gated MLP",
                 not any(True for _ in self.model.gates_to_pack()),
@@ -445,7 +445,7 @@ class TrainConfig:
             "compute": ("gates in fp32 cannot be packed", self.compute == "fp32"),
             "recompute": ("recomputed blocks keep no gates", self.recompute),
         }
-        return [(problem, name) for name, (problem, is_so) in barred.items() if is_so]
+        return [(problem, name) for name, (problem, applies) in problems.items() if applies]
 
     def _check_media(self) -> None:
         """Check the formats of sounds and pictures, which need a model of bytes."""
@@ -470,14 +470,14 @@ class TrainConfig:
                 )
             for loss in losses.split("+"):
                 check_choice("scale_losses", loss, LOSSES)
-        barred = {
+        conflicts = {
             "`reduce_dtype`": self.reduce_dtype is not None,
             "several batches per step": self.accum > 1,
             "the fix `order` of votes": "order" in self.model.votes_fixes,
         }
-        if conflicts := [name for name, is_so in barred.items() if is_so]:
+        if conflict := next((name for name, applies in conflicts.items() if applies), None):
             raise ArbError(
-                f"`scale_losses` does not combine with {conflicts[0]}",
+                f"`scale_losses` does not combine with {conflict}",
                 "leave one of them out",
                 fields=("scale_losses",),
             )
@@ -501,7 +501,7 @@ class TrainConfig:
 
     @property
     def fades(self) -> tuple[float, float]:
-        """Shares of the steps after which weights begin to fade, and are trits."""
+        """Shares of the steps at which fading begins, and at which it ends with trits."""
         begin, end = self.fade_from, self.fade_to
         if begin is None:
             begin = FADE_FROM if end is None else max(0.0, end - FADING_SHARE)
@@ -512,11 +512,11 @@ class TrainConfig:
         """Number of steps between evaluations; 0 for no evaluations."""
         if self.eval_every is not None:
             return self.eval_every
-        fewest, limit = EVAL_EVERY
-        return min(max(self.steps // 4, fewest), limit)
+        minimum, maximum = EVAL_EVERY
+        return min(max(self.steps // 4, minimum), maximum)
 
     def decisive(self) -> dict[str, Any]:
-        """Return the settings that the weights depend on, without the model's, by name."""
+        """Return the settings that determine the weights, without those of the model, by name."""
         return decisive(self) | {"scale_losses": list(self.scale_losses)}  # a list, as in JSON
 
 
@@ -527,13 +527,13 @@ CORE_SETTINGS = {**MODEL_SETTINGS.first, **RUN_SETTINGS}
 SETTINGS = ExtendedMapping(CORE_SETTINGS, MODEL_SETTINGS.extend)
 """Settings of a run and of all models, by the name of the field."""
 OLD_FIELDS = {"wire": "reduce_dtype"}
-"""Fields that earlier versions named otherwise, in `config.json` and in settings."""
+"""Current names of fields that were renamed, by their old names in `config.json` and settings."""
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainConfig))
 """Fields of a run's configuration."""
 
 
-def _names(settings: Mapping[str, Declared], arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of fields and arguments by themselves, and by their options in words."""
+def _spellings(settings: Mapping[str, Declared], arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of fields and arguments by their own and by their options' spelling."""
     options = {}
     for name, declared in settings.items():
         option = declared.option.partition("/")[0].removeprefix("--")
@@ -543,20 +543,20 @@ def _names(settings: Mapping[str, Declared], arguments: Mapping[str, Any]) -> di
 
 NAMES = ExtendedMapping(
     OLD_FIELDS
-    | _names(CORE_SETTINGS, ARGUMENTS.first)
+    | _spellings(CORE_SETTINGS, ARGUMENTS.first)
     | {name: name for name in (*FIELDS, "preset")},
-    lambda: _names(MODEL_SETTINGS.extend(), ARGUMENTS.extend()),
+    lambda: _spellings(MODEL_SETTINGS.extend(), ARGUMENTS.extend()),
 )
-"""Names of fields and arguments by each of their spellings."""
+"""Names of fields and arguments by all of their spellings."""
 
 
-def field_of(name: str) -> str:
-    """Return the name of the field or argument for its name or the name of its option."""
+def canonical_name(name: str) -> str:
+    """Return the name of a field or argument, given any of its spellings."""
     return NAMES.get(name, name)
 
 
-def words_of(option: str) -> dict[str, Mapping[str, str]]:
-    """Return the words of an option, with the fields that each sets."""
+def option_words(option: str) -> dict[str, Mapping[str, str]]:
+    """Return the fields that each word of an option sets."""
     words: dict[str, Mapping[str, str]] = {}
     for declared in CORE_SETTINGS.values():
         if declared.option == option:
@@ -564,10 +564,10 @@ def words_of(option: str) -> dict[str, Mapping[str, str]]:
     return words
 
 
-def word_of(option: str, config: TrainConfig) -> str | None:
-    """Return the word of `--weights` or `--optimizer` that gives a configuration.
+def option_word(option: str, config: TrainConfig) -> str | None:
+    """Return the word of `--weights` or `--optimizer` for a configuration.
 
-    None is a model whose rule has no direction.
+    None for a model whose rule has no direction.
     """
     if option == "--optimizer" and config.model.weights != "ternary":
         return config.optimizer
@@ -575,17 +575,17 @@ def word_of(option: str, config: TrainConfig) -> str | None:
 
 
 def model_word(option: str, model: ModelConfig) -> str | None:
-    """Return the word of `--weights` or `--optimizer` that gives the fields of a model.
+    """Return the word of `--weights` or `--optimizer` for the fields of a model.
 
-    None is a model in the middle of a fade, or a model whose rule has no direction.
+    None for a model in the middle of a fade, or one whose rule has no direction.
     """
-    for word, fields in words_of(option).items():
+    for word, fields in option_words(option).items():
         if all(getattr(model, name, None) == value for name, value in fields.items()):
             return word
     return None
 
 
-def spelled_out(values: dict[str, Any]) -> dict[str, Any]:
+def resolve_names(values: dict[str, Any]) -> dict[str, Any]:
     """Replace names and words of options by fields and their values.
 
     Raises:
@@ -594,25 +594,25 @@ def spelled_out(values: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for spelling, value in values.items():
-        name = field_of(spelling)
+        name = canonical_name(spelling)
         known = CORE_SETTINGS.get(name)  # settings of families have no words
         fields: Mapping[str, Any] = {name: value}
         if known is not None and value not in (*known.setting.choices, *known.setting.also):
-            words = words_of(known.option)
+            words = option_words(known.option)
             fields = words.get(value, fields) if isinstance(value, str) else fields
-        for field, of_field in fields.items():
+        for field, field_value in fields.items():
             source = sources.setdefault(field, spelling)
-            if source != spelling and settings[field] != of_field:
+            if source != spelling and settings[field] != field_value:
                 raise ArbError(
                     f"`{source}={values[source]}` and `{spelling}={value}` contradict each other",
                     "give one of them",
                 )
-            settings[field] = of_field
+            settings[field] = field_value
     return settings
 
 
 def trains_ternary(preset: str | ModelConfig, weights: str | None) -> bool:
-    """Return whether a model has packed ternary weights in training, unlike a float baseline.
+    """Return whether a model trains packed ternary weights instead of a float baseline.
 
     Args:
         preset: name of a preset, or the configuration of a model.
@@ -646,7 +646,7 @@ def train_config(
     Raises:
         ArbError: settings are invalid or contradict each other.
     """
-    settings = spelled_out(settings)
+    settings = resolve_names(settings)
     shape = {n: settings.pop(n) for n in [*settings] if n not in FIELDS and n in ARGUMENTS}
     if unknown := [name for name in settings if name not in FIELDS]:
         raise ArbError(
@@ -654,7 +654,7 @@ def train_config(
             "docs/settings.md lists all settings; False turns one off",
         )
     ternary = trains_ternary(preset, shape.get("weights"))
-    if ternary and settings.get("optimizer") == "muon":  # a word for both kinds of weights
+    if ternary and settings.get("optimizer") == "muon":  # valid for both kinds of weights
         direction = shape.get("direction")
         if direction not in (None, "orthogonal"):
             raise setting_error(
@@ -675,13 +675,13 @@ def train_config(
             "use `muon`, `adafactor` or `sign`, or `weights=float`",
             fields=("optimizer", "weights"),
         )
-    stepped = [name for name in ("rule", *PART_RULES, "direction") if shape.get(name) is not None]
-    if not ternary and stepped:
+    refused = [name for name in ("rule", *PART_RULES, "direction") if shape.get(name) is not None]
+    if not ternary and refused:
         raise ArbError(
-            f"float weights are trained by AdamW or Muon, so {quoted(stepped)} cannot be given with"
+            f"float weights are trained by AdamW or Muon, so {quoted(refused)} cannot be given with"
             " them",
             "use `adamw` or `muon` and no rule, or `weights=ternary`",
-            fields=(*stepped, "weights"),
+            fields=(*refused, "weights"),
         )
     optimizer = settings.pop("optimizer", "rule" if ternary else "adamw")
     rate = default_lr(model, optimizer)
@@ -693,7 +693,7 @@ def train_config(
         )
     settings.setdefault("lr", rate)
     if ternary:
-        settings.setdefault("reduce_dtype", default_sums(settings.get("accum", 1), processes))
+        settings.setdefault("reduce_dtype", default_reduction(settings.get("accum", 1), processes))
     for name in ("data", "val", "scale_losses"):
         entries = settings.get(name, ())
         settings[name] = tuple(map(str, [entries] if isinstance(entries, Path | str) else entries))
@@ -706,8 +706,8 @@ def train_config(
     )  # fmt: skip
 
 
-def default_sums(accum: int, processes: int = 1) -> str | None:
-    """Return the default `reduce_dtype`, given micro-batches per step and processes."""
+def default_reduction(accum: int, processes: int = 1) -> str | None:
+    """Return the default `reduce_dtype` for micro-batches per step and processes."""
     if processes == 1 and not MAX_UNSUMMED < accum <= MAX_ACCUM["int12"]:
         return None
     return "int16" if accum <= MAX_INT16_SUMMED else "int12"
@@ -733,7 +733,7 @@ def train_config_from(facts: dict[str, Any]) -> TrainConfig:
         lists = {name: tuple(values[name]) for name in ("data", "val")}
         lists["scale_losses"] = tuple(values.get("scale_losses", ()))
         if "data_format" not in values and ".bin" in " ".join(lists["data"] + lists["val"]):
-            values["data_format"] = "bytes"  # an earlier version read every such file so
+            values["data_format"] = "bytes"  # the only format of earlier versions
         return TrainConfig(**(values | lists | {"model": model}))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ArbError(

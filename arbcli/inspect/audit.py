@@ -166,7 +166,7 @@ def _fitting_options(
         return no_fit
     # packing saves at most a quarter of what is not state
     least = peak.evaluated_bytes - (peak.evaluated_bytes - peak.state_bytes) / 4
-    packs = least < budget and not config.pack and not config.bars_to_packing()
+    packs = least < budget and not config.pack and not config.packing_problems()
     if packs and predict_with("--pack", pack=True).evaluated_bytes <= budget:
         return "it fits with --pack"
     fitting = []

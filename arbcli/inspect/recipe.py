@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from arbcli.config.model import ModelConfig
-from arbcli.config.training import MAX_UNSUMMED, TrainConfig, default_sums
+from arbcli.config.training import MAX_UNSUMMED, TrainConfig, default_reduction
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.ranks import share_out
 from arbcli.inspect.room import least_bytes
@@ -154,7 +154,7 @@ def choose_step(
             accum = batches[0] // batch * processes
             may_sum = sums and reduce_dtype is None and MAX_UNSUMMED < accum <= MAX_SUMMED
             if may_sum and fits(batch, recompute, summed=True):
-                reduce_dtype = default_sums(accum)
+                reduce_dtype = default_reduction(accum)
             step = dataclasses.replace(config, batch=batch, accum=accum, recompute=recompute)
             return Recipe(
                 rule=config.model.rule,

@@ -18,7 +18,7 @@ from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG, RUNS, TOKENIZER, run_of
 from arbcli.config.settings import check_bounds
-from arbcli.config.training import TrainConfig, train_config_dict, train_config_from, word_of
+from arbcli.config.training import TrainConfig, option_word, train_config_dict, train_config_from
 from arbcli.data.files import DOCUMENTS, Conversion, TextError, absolute_entry, has_documents
 from arbcli.data.opening import open_texts
 from arbcli.data.text import Text, Texts, check_is_bytes, entropy
@@ -38,9 +38,9 @@ def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
     Raises:
         ArbError: it cannot be created.
     """
-    model, optimizer = config.model, word_of("--optimizer", config)
+    model, optimizer = config.model, option_word("--optimizer", config)
     rule = model.rule_text if model.weights == "ternary" else None
-    words = [word_of("--weights", config), rule]
+    words = [option_word("--weights", config), rule]
     words += [optimizer, optimizer and f"lr{config.lr:g}", f"seed{config.seed}"]
     kind = "-".join(filter(None, words))
     while True:

@@ -23,7 +23,7 @@ from arbcli.commands._options import (
 )
 from arbcli.config.file import read_settings
 from arbcli.config.short_forms import ARGUMENTS
-from arbcli.config.training import TrainConfig, spelled_out, train_config
+from arbcli.config.training import TrainConfig, resolve_names, train_config
 from arbcli.training import configure
 
 SHOWN = {
@@ -188,7 +188,7 @@ def test_every_option_reaches_its_field(command, arb_here, monkeypatch):
     for number, option in enumerate(options, 11):
         given, value = arguments_of(option, number)
         words += given
-        expected |= spelled_out({option.name: value})
+        expected |= resolve_names({option.name: value})
     assert "enough" in arb_here(command, *words).stderr
     assert new_config.call_args.kwargs == expected
 
