@@ -1,8 +1,8 @@
-"""Nearest-neighbour search in a codebook: argmin over v of |q[m] - codes[v]|**2, first of ties.
+"""Nearest-neighbour search in a codebook: argmin over v of |q[m] - codes[v]|**2, lowest v of ties.
 
 Vectors and codes are int8, so products and distances are integers below 2**31, and the result is
 the same on every device. |q|**2 is the same for all codes, so a program maximises 2 q.c - |c|**2, a
-block of codes at a time. No M x V tensor is stored: each program keeps its best code, and a last
+block of codes at a time. No M x V tensor is stored: each program keeps its best code, and a final
 step reduces over the programs of a row. The native loop reads the codes once, 16 at a time for all
 vectors, and multiplies bytes; the torch backend converts all codes to floats. On one core of a CPU
 with VNNI the loop takes 17 ms for one vector and 131,072 codes of width 1,024, and torch 256 ms.
@@ -16,11 +16,11 @@ from arbcli.kernels.runtime.backend import num_processors
 from arbcli.kernels.runtime.operation import Operation, tl, triton
 
 MAX_WIDTH = 2**15
-"""Maximum width of vectors: 3 * 128**2 times it is below 2**31."""
+"""Maximum width of vectors; 3 * 128**2 * width is below 2**31."""
 EXACT_IN_FLOAT32 = 1024
-"""Width up to which sums of products are at most 2**24, which float32 holds."""
+"""Maximum width at which sums of products are exact in float32, at most 2**24."""
 CHUNK_ELEMENTS = 2**22
-"""Products that the torch backend computes at a time."""
+"""Number of products that the torch backend computes at a time."""
 INDEX_BITS = 32
 
 
@@ -38,17 +38,16 @@ def _best(scores: Tensor, indices: Tensor) -> Tensor:
 def _nearest_codes_torch(q: Tensor, codes: Tensor) -> Tensor:
     if not len(q):
         return torch.empty(0, dtype=torch.int64, device=q.device)
-    exact = q.device.type == "cpu" and q.shape[1] <= EXACT_IN_FLOAT32
-    kind = torch.float32 if exact else torch.float64
-    vectors, scores, indices = q.to(kind), [], []
+    is_exact = q.device.type == "cpu" and q.shape[1] <= EXACT_IN_FLOAT32
+    dtype = torch.float32 if is_exact else torch.float64
+    vectors, scores, indices = q.to(dtype), [], []
     size = max(1, CHUNK_ELEMENTS // max(len(q), q.shape[1]))
     for first in range(0, len(codes), size):
-        part_codes = codes[first : first + size].to(kind)
-        score = 2 * (vectors @ part_codes.T).to(torch.int64) - part_codes.square().sum(dim=1).to(
-            torch.int64
-        )
-        at = torch.arange(first, first + len(part_codes), device=q.device)
-        indices.append(_best(score, at))
+        chunk = codes[first : first + size].to(dtype)
+        norms = chunk.square().sum(dim=1).to(torch.int64)
+        score = 2 * (vectors @ chunk.T).to(torch.int64) - norms
+        chunk_indices = torch.arange(first, first + len(chunk), device=q.device)
+        indices.append(_best(score, chunk_indices))
         scores.append(score.gather(1, (indices[-1] - first)[:, None])[:, 0])
     return _best(torch.stack(scores, dim=1), torch.stack(indices, dim=1))
 
@@ -68,8 +67,8 @@ def _norms_kernel(codes_ptr, norms_ptr, V, D, BLOCK_V: tl.constexpr, BLOCK_D: tl
     total = tl.zeros((BLOCK_V,), tl.int32)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
-        at = codes_ptr + v[:, None] * D + d[None, :]
-        c = tl.load(at, mask=(v < V)[:, None] & (d < D)[None, :], other=0).to(tl.int32)
+        c_ptrs = codes_ptr + v[:, None] * D + d[None, :]
+        c = tl.load(c_ptrs, mask=(v < V)[:, None] & (d < D)[None, :], other=0).to(tl.int32)
         total += tl.sum(c * c, axis=1)
     tl.store(norms_ptr + v, total, mask=v < V)
 
@@ -90,17 +89,17 @@ def _nearest_codes_kernel(
         products = tl.zeros((BLOCK_M, BLOCK_V), tl.int32)
         for start in range(0, D, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
-            q_at = q_ptr + m[:, None] * D + d[None, :]
-            q = tl.load(q_at, mask=(m < M)[:, None] & (d < D)[None, :], other=0)
-            c_at = codes_ptr + v.to(tl.int64)[:, None] * D + d[None, :]
-            c = tl.load(c_at, mask=(v < V)[:, None] & (d < D)[None, :], other=0)
+            q_ptrs = q_ptr + m[:, None] * D + d[None, :]
+            q = tl.load(q_ptrs, mask=(m < M)[:, None] & (d < D)[None, :], other=0)
+            c_ptrs = codes_ptr + v.to(tl.int64)[:, None] * D + d[None, :]
+            c = tl.load(c_ptrs, mask=(v < V)[:, None] & (d < D)[None, :], other=0)
             products = tl.dot(q, c.T, products, out_dtype=tl.int32)
         norms = tl.load(norms_ptr + v, mask=v < V, other=0)
         scores = tl.where((v < V)[None, :], 2 * products - norms[None, :], -(2**31))
-        mine = tl.max(scores, axis=1)
-        at = tl.argmax(scores, axis=1, tie_break_left=True)
-        index = tl.where(mine > best, first + at, index)  # ties go to the first
-        best = tl.maximum(best, mine)
+        block_best = tl.max(scores, axis=1)
+        block_index = tl.argmax(scores, axis=1, tie_break_left=True)
+        index = tl.where(block_best > best, first + block_index, index)  # ties go to the first
+        best = tl.maximum(best, block_best)
     row = part.to(tl.int64) * M + m
     tl.store(score_ptr + row, best, mask=m < M)
     tl.store(index_ptr + row, index, mask=m < M)

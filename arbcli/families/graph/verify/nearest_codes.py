@@ -11,8 +11,8 @@ def nearest_codes_reference(q: Tensor, codes: Tensor) -> Tensor:
     """Compute the reference result of `nearest_codes`, one vector at a time."""
     table, nearest = codes.to(torch.int64), []
     for row in q.to(torch.int64):
-        apart = ((table - row) ** 2).sum(dim=1).tolist()
-        nearest.append(apart.index(min(apart)))
+        distances = ((table - row) ** 2).sum(dim=1).tolist()
+        nearest.append(distances.index(min(distances)))
     return torch.tensor(nearest, dtype=torch.int64, device=q.device)
 
 

@@ -35,9 +35,9 @@ def decode_attention_reference(
         keys[:, slot], values[:, slot] = k, x[2]
     else:
         q, k = (part.to(qkv.dtype).to(torch.float64) for part in (q, k))
-        stored = keys.dtype
+        dtype = keys.dtype
         keys, values = map(decode_entries_reference, (keys, values), exponents)
-        keys[:, slot], values[:, slot] = (round_entries_reference(new, stored) for new in (k, x[2]))
+        keys[:, slot], values[:, slot] = (round_entries_reference(new, dtype) for new in (k, x[2]))
     return attend_reference(q, keys, values, p), keys, values, torch.zeros_like(semaphores)
 
 
@@ -49,11 +49,11 @@ def rotated_reference(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tens
 
 def attend_reference(q: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
     """Attend to a ring that includes the byte at `position`, in float64."""
-    seen = min(position + 1, keys.shape[1])
+    length = min(position + 1, keys.shape[1])
     y = torch.empty_like(q)
     for head in range(len(q)):
-        weight = torch.exp(keys[head, :seen] @ q[head] / q.shape[-1] ** 0.5)
-        y[head] = weight / weight.sum() @ values[head, :seen]
+        weight = torch.exp(keys[head, :length] @ q[head] / q.shape[-1] ** 0.5)
+        y[head] = weight / weight.sum() @ values[head, :length]
     return y
 
 
@@ -64,9 +64,9 @@ def _append_state(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
     return y, *(decode_entries(*ring, torch.float32) for ring in rings), semaphores
 
 
-def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int, widest: int = 65) -> tuple:
+def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int, max_half: int = 65) -> tuple:
     texts = (1 + rng.integer(4),) if rng.chance(0.4) else ()
-    heads, half = 1 + rng.integer(4), min(k + 1, widest)
+    heads, half = 1 + rng.integer(4), min(k + 1, max_half)
     qkv, keys, values = (
         rng.reals(prod(shape[:-1]), shape[-1]).contiguous().view(shape)
         for shape in ((*texts, 3, heads, 2 * half), *(((*texts, heads, n, 2 * half),) * 2))
@@ -77,20 +77,20 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int, widest: i
     return qkv, keys, values, position, angle.cos(), angle.sin(), semaphores, 0.1, rng.chance(0.3)
 
 
-def _rounding_up(qkv: Tensor) -> Tensor:
-    """Set numbers that round up to the next octave, beyond int8 codes."""
+def _set_next_octave(qkv: Tensor) -> Tensor:
+    """Set numbers that round up to the next octave, out of the range of int8 codes."""
     qkv = qkv.clone()
     qkv[..., 2, :, 1] = 3.99
     return qkv
 
 
 def _draw_8bit(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    widest = 256 if rng.chance(0.2) else 65
-    qkv, keys, values, *rest, _ = _draw(rng, group_size, m, n, k, widest)
-    stored = rng.pick((*FORMATS.values(),))
+    max_half = 256 if rng.chance(0.2) else 65
+    qkv, keys, values, *rest, _ = _draw(rng, group_size, m, n, k, max_half)
+    dtype = rng.pick((*FORMATS.values(),))
     values = values * torch.exp2(rng.integers(-9, 9, *values.shape[:-1])[..., None].float())
     (keys, key_exponents), (values, value_exponents) = (
-        quantise_entries(x, stored) for x in (keys, values)
+        quantise_entries(x, dtype) for x in (keys, values)
     )
     return qkv, keys, values, *rest, False, torch.stack((key_exponents, value_exponents), dim=-3)
 
@@ -105,7 +105,7 @@ decode_attention_verification = Verification(
 )  # fmt: skip
 decode_attention_8bit_verification = Verification(
     decode_attention.DECODE_ATTENTION_8BIT, decode_attention_reference,
-    changed={"next octave": {"qkv": _rounding_up}},
+    changed={"next octave": {"qkv": _set_next_octave}},
     gate=Gate(
         relative=3e-3,
         reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is"

@@ -18,7 +18,7 @@ from arbcli.verify.verification import CaseGenerator, Verification, gradients_of
 
 
 def _factors(q: Tensor, key: Tensor, rate: float) -> Tensor:
-    """Compute the factors of weights, (B, heads, T, T) float64."""
+    """Compute the dropout factors of attention weights, (B, heads, T, T) float64."""
     batch, heads, length, _ = q.shape
     words = random_bits_reference(int(key), batch * heads * length, length).to(q.device)
     mask = (words >= round(rate * 2**32)).view(batch, heads, length, length)
@@ -35,7 +35,7 @@ def dropped_attention_reference(
 def _rounded_attention(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor, rate: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend in float64, with weights rounded to their dtype relative to the largest of a query."""
+    """Attend in float64, with unnormalised weights rounded to the dtype of the inputs."""
     factors, dtype = _factors(q, key, rate), q.dtype
     q, k, v = (part.double() for part in (q, k, v))
     scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(
@@ -54,7 +54,7 @@ def _rounded_gradients(
     return rounded_causal_gradients(grad_y, q, k, v, y, logs, _factors(q, key, rate))
 
 
-def _inputs(
+def _draw_inputs(
     generator: torch.Generator, shape: tuple[int, int, int, int], dtype: torch.dtype, rate: float
 ) -> tuple[tuple, tuple]:
     """Draw the inputs of the forward and of the backward, on the CPU."""
@@ -70,7 +70,7 @@ def _draw(
     length = 2 + min(m, rng.pick((1, 40, 150)))
     shape = rng.pick((1, 2)), rng.pick((1, 3)), length, rng.pick((16, 32, 64))
     rate = rng.pick((0.0, 0.1, 0.5, 0.9))
-    inputs = _inputs(rng.seeded(), shape, rng.dtype, rate)[backward]
+    inputs = _draw_inputs(rng.seeded(), shape, rng.dtype, rate)[backward]
     return tuple(
         rng.view(part.to(rng.device))
         if isinstance(part, Tensor) and part.ndim == 4

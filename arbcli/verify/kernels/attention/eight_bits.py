@@ -13,10 +13,10 @@ def decode_entries_reference(codes: Tensor, exponents: Tensor) -> Tensor:
     return torch.ldexp(codes.double(), exponents[..., None].int() + 1 - ROOM[codes.dtype])
 
 
-def round_entries_reference(x: Tensor, stored: torch.dtype) -> Tensor:
+def round_entries_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `round_entries` for float64 entries, (..., d)."""
     octave = torch.frexp(x.abs().amax(-1, True)).exponent - 1
-    scale = torch.exp2((octave.clamp(min=-119) - ROOM[stored]).double())
-    if stored == E4M3:
+    scale = torch.exp2((octave.clamp(min=-119) - ROOM[dtype]).double())
+    if dtype == E4M3:
         return round_e4m3_reference(x / scale).double() * scale
     return torch.round(x / scale).clamp(max=127) * scale

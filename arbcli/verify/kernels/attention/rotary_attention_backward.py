@@ -35,7 +35,7 @@ def rounded_gradient(
     return rotary_norm_backward_reference(*grads, qkv, r, cos, sin).to(qkv.dtype)
 
 
-def _random(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> tuple:
+def _draw_inputs(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> tuple:
     """Draw inputs for (B, T, heads, d): the saved tensors of the forward pass, and a gradient."""
     batch, length, heads, width = shape
     qkv = torch.randn(batch, length, 3, heads, width, generator=generator).to(dtype)
@@ -50,7 +50,7 @@ def _random(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dty
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     length = 2 + min(m, rng.pick((1, 40, 150)))
     shape = rng.pick((1, 2)), length, rng.pick((1, 3)), rng.pick((16, 32, 64))
-    grad_y, qkv, r, cos, sin, y, logs = _random(rng.seeded(), shape, rng.dtype)
+    grad_y, qkv, r, cos, sin, y, logs = _draw_inputs(rng.seeded(), shape, rng.dtype)
     grad_y, y = (rng.view(part.to(rng.device)) for part in (grad_y, y))
     return grad_y, *(part.to(rng.device) for part in (qkv, r, cos, sin)), y, logs.to(rng.device)
 

@@ -14,7 +14,7 @@ from arbcli.verify.kernels.codec.decode_weight import decode_weight_verification
 from arbcli.verify.verification import CaseGenerator, Verification
 
 
-def _one_by_one(decode: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+def _map_matrices(decode: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     def run_all(*matrices: Packed) -> tuple[Tensor, ...]:
         return tuple(map(decode, matrices))
 
@@ -26,12 +26,12 @@ def _decode(*matrices: Packed) -> tuple[Tensor, ...]:
 
 
 def _decode_in_one_launch(*matrices: Packed) -> tuple[Tensor, ...]:
-    matrices_decoded = iter(decode_weights_triton([*matrices], torch.float32))
+    decoded = iter(decode_weights_triton([*matrices], torch.float32))
 
-    def next_one(matrix: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
-        return next(matrices_decoded)
+    def decode_next(matrix: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
+        return next(decoded)
 
-    return tuple(map(rounded_float32(next_one), matrices))
+    return tuple(map(rounded_float32(decode_next), matrices))
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -40,8 +40,8 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 decode_weights_verification = Verification(
-    Operation("decode_weights", _decode, _one_by_one(rounded_float32(decode_digits_torch))),
-    _one_by_one(decode_weight_verification.reference), triton=_decode_in_one_launch, draw=_draw,
+    Operation("decode_weights", _decode, _map_matrices(rounded_float32(decode_digits_torch))),
+    _map_matrices(decode_weight_verification.reference), triton=_decode_in_one_launch, draw=_draw,
     needs_rows=False,
     uses_scales=True, scale_path=decode_weight_verification.scale_path,
 )  # fmt: skip

@@ -39,29 +39,29 @@ def pack_gates_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack_gates_reference(codes: Tensor, bases: Tensor) -> Tensor:
-    """Compute the numbers that codes and bases stand for, (M, 2 D) float64."""
+    """Decode codes and bases to (M, 2 D) float64."""
     width = codes.shape[1] // 3
     numbers = torch.empty(len(codes), 2 * width, dtype=torch.float64)
-    for row, base_row, (base, base_up) in zip(numbers, codes.tolist(), bases.tolist(), strict=True):
-        low, low_up, high = base_row[:width], base_row[width : 2 * width], base_row[2 * width :]
-        gate = [_number(digit, more % 16 + base) for digit, more in zip(low, high, strict=True)]
+    for row, code_row, (base, base_up) in zip(numbers, codes.tolist(), bases.tolist(), strict=True):
+        low, low_up, high = code_row[:width], code_row[width : 2 * width], code_row[2 * width :]
+        gate = [_bfloat16(bits, byte % 16 + base) for bits, byte in zip(low, high, strict=True)]
         up = [
-            _number(digit, more // 16 + base_up) for digit, more in zip(low_up, high, strict=True)
+            _bfloat16(bits, byte // 16 + base_up) for bits, byte in zip(low_up, high, strict=True)
         ]
         row[:] = torch.tensor(gate + up, dtype=torch.float64)
     return numbers.to(codes.device)
 
 
 @cache
-def _number(low: int, exponent: int) -> float:
+def _bfloat16(low: int, exponent: int) -> float:
     """Return the bfloat16 number with this biased exponent, and sign and mantissa of `low`."""
-    digits = low % 128 + (128 if exponent else 0)
-    size = digits * 2.0 ** (max(exponent, 1) - 134)
-    return -size if low > 127 else size
+    significand = low % 128 + (128 if exponent else 0)
+    magnitude = significand * 2.0 ** (max(exponent, 1) - 134)
+    return -magnitude if low > 127 else magnitude
 
 
 def _all_numbers(like: Tensor) -> Tensor:
-    """Return every finite number of bf16, in rows of both signs."""
+    """Return all finite numbers of bf16, in rows with both signs."""
     numbers = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)
     numbers = numbers.view(2, 64, 512).transpose(0, 1).reshape(64, 1024)
     return numbers[numbers.isfinite().all(dim=1)].to(like)

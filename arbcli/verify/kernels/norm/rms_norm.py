@@ -67,16 +67,16 @@ def backward_in_its_dtype(
 _GATE = float32_sums("of up to 8197 squares", "one rounding, as torch has")
 ROW_SIZES = {"B": "(m,)"}
 ROW_SHAPES = ((0, 1, 40), (261, 1, 5))
-"""No rows, and many."""
+"""Shapes without rows, and with many."""
 SHAPES = (*ROW_SHAPES, (1, 1, WHOLE_ROW + 5))
-"""These, and a row that is too wide for registers."""
+"""`ROW_SHAPES`, and a row that is too wide for registers."""
 EPS_VALUES = ("1e-6 if k > 4 else 0.1", "0.1")
-"""Larger eps of narrow norms, whose gradient would otherwise cancel, and one that matters."""
+"""Values of eps: 0.1 affects results, and avoids cancellation in gradients of narrow norms."""
 NORM_VALUES = {"eps": EPS_VALUES}
 
 
 def widened(values: Tensor) -> Tensor:
-    """Return a row of the same numbers that is too wide for registers."""
+    """Repeat the values in one row that is too wide for registers."""
     indices = torch.arange(WHOLE_ROW + 5, device=values.device) % values.numel()
     return values.flatten()[indices][None]
 

@@ -16,7 +16,7 @@ def choose_byte_reference(
     top_k: int, top_p: float, repeated: Tensor | None = None, equal: Tensor | None = None,
     equal_bonus: float = 0.0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the reference result of `choose_byte_` in what it sets, with Python floats."""
+    """Compute the outputs of `choose_byte_` with Python floats."""
     if repeated is not None and equal is not None:
         logits, favoured, repeated = logits.clone(), int(repeated[0]), repeated.clone()
         if favoured >= 0:
@@ -63,7 +63,7 @@ choose_byte_verification = Verification(
     changed=LOGITS_CHANGED,
     compared=("byte", "text", "repeated"),
     sizes={
-        # most rows are drawn again, as a repetition is of a single byte
+        # mostly several rows; a repetition needs a single byte
         "M": ("()", *["(min(m, 8),)"] * 6), "B": "M or (1,)", "V": f"min(k + 1, {MAX_SYMBOLS})",
         "P": "n + 20",
     },

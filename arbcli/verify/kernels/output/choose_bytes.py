@@ -25,8 +25,8 @@ def choose_bytes_reference(
     return torch.stack(chosen), torch.stack(texts)
 
 
-def _picked(*values: float) -> Callable[[CaseGenerator, int], Tensor]:
-    """Draw a tensor whose elements are picked from a sequence."""
+def _draw_choices(*values: float) -> Callable[[CaseGenerator, int], Tensor]:
+    """Return a function that draws a tensor whose elements are picked from `values`."""
     return lambda rng, texts: torch.tensor(
         [rng.pick(values) for _ in range(texts)], device=rng.device
     )
@@ -39,7 +39,7 @@ choose_bytes_verification = Verification(
     sizes={"B": "1 + m % 5", "V": f"min(k + 1, {MAX_SYMBOLS})", "P": "n"}, needs_rows=False,
     values={
         "logits": lambda rng, *shape: 4 * rng.reals(*shape), "position": (0, "P - 1"),
-        "temperature": _picked(0.0, 0.5, 1.0, 2.0), "top_k": (1, "V"),
-        "top_p": _picked(1.0, 0.9, 0.3),
+        "temperature": _draw_choices(0.0, 0.5, 1.0, 2.0), "top_k": (1, "V"),
+        "top_p": _draw_choices(1.0, 0.9, 0.3),
     },
 )  # fmt: skip

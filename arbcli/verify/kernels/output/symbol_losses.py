@@ -29,12 +29,12 @@ def grade_symbols_reference(
 _GATE = float32_sums("of at most 4096 exponentials")
 
 
-def _total_so_far(rng: CaseGenerator, rows: int) -> Tensor:
+def _draw_total(rng: CaseGenerator, rows: int) -> Tensor:
     total = rng.reals(rows, dtype=torch.float32)
     return torch.full_like(total, -torch.inf) if rng.chance(0.3) else total
 
 
-def _draw_graded(rng: CaseGenerator, _group_size: int, m: int, _n: int, k: int) -> tuple:
+def _draw_grade(rng: CaseGenerator, _group_size: int, m: int, _n: int, k: int) -> tuple:
     logits, scale = rng.reals(m, k + 1), rng.reals(m, dtype=torch.float32).contiguous()
     total = torch.logsumexp(logits.float(), dim=1) + scale.abs().clamp(max=5)
     return logits, rng.integers(-k, 2 * k, m, dtype=torch.int64), total, scale
@@ -48,12 +48,12 @@ add_symbols_verification = Verification(
     changed={"large": {"logits": lambda x: 300 * x}, "first": {"total": filled(-torch.inf)}},
     gate=_GATE, compared=("total", "target_sums"),
     sizes=_SIZES,
-    values={"total": _total_so_far, "targets": ("-V", "2 * V")},
+    values={"total": _draw_total, "targets": ("-V", "2 * V")},
 )  # fmt: skip
 grade_symbols_verification = Verification(
     grade_symbols_, grade_symbols_reference,
     shapes=((0, 1, 255),),
     gate=_GATE, compared=("logits",),
-    draw=_draw_graded, needs_rows=True,
+    draw=_draw_grade, needs_rows=True,
     values={"targets": ("-V", "2 * V")},
 )  # fmt: skip

@@ -26,14 +26,14 @@ def embedding_grad_reference(grad_y: Tensor, ids: Tensor, num_embeddings: int) -
     return grad.index_add_(0, ids, grad_y.double())
 
 
-def _many(ids: Tensor) -> Tensor:
-    """Return so many strided ids that the whole table is decoded."""
+def _many_ids(ids: Tensor) -> Tensor:
+    """Return enough strided ids that the whole table is decoded."""
     return torch.arange(300, device=ids.device).remainder(17)[::3]
 
 
 embedding_rows_verification = Verification(
     ternary_embedding.embedding_rows, embedding_rows_reference,
-    changed={"no ids": {"ids": no_rows}, "one id": {"ids": filled(3)}, "many": {"ids": _many}},
+    changed={"no ids": {"ids": no_rows}, "one id": {"ids": filled(3)}, "many": {"ids": _many_ids}},
     triton=rounded_float32(ternary_embedding.embedding_rows.triton),
     torch=rounded_float32(ternary_embedding.embedding_rows.torch),
     native=rounded_float32(ternary_embedding.embedding_rows_native), sizes={"V": "n"},

@@ -70,24 +70,24 @@ SHAPES = ((2048, 32, 5_000_000, 64, 76), (2048, 8, 131_072, 1024, 8))
 
 
 def _sum_bags(ids: Tensor, weights: Tensor, packed: Packed) -> Callable:
-    """Sum rows by torch, from weights in bfloat16."""
+    """Return torch's `embedding_bag` of the decoded table in bfloat16."""
     ids, table = ids.clamp(0, packed.out_features - 1), decode_weight(packed)
     return partial(embedding_bag, ids, table, mode="sum", per_sample_weights=weights.bfloat16())
 
 
-def _slots(rng: CaseGenerator, m: int, n: int, least: int = 64) -> Tensor:
-    """Draw the ids of at least `least` slots, as many of every token, some of them outside."""
-    return rng.integers(-1, n, m, max(1 + rng.integer(12), -(-least // m)), dtype=torch.int64)
+def _draw_ids(rng: CaseGenerator, m: int, n: int, min_slots: int = 64) -> Tensor:
+    """Draw (m, k) ids, at least `min_slots` in total, some of them out of range."""
+    return rng.integers(-1, n, m, max(1 + rng.integer(12), -(-min_slots // m)), dtype=torch.int64)
 
 
-def _few_tokens(m: int, k: int) -> int:
-    """Return so few tokens that long rows have three blocks of them, the last one in part."""
+def _limit_tokens(m: int, k: int) -> int:
+    """Limit the number of tokens of wide rows, to three blocks with a partial last one."""
     return min(m, 5) if k > 64 else m
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    m = max(_few_tokens(m, k), -(-64 // k))  # few sums can cancel
-    ids = _slots(rng, m, n, least=m)
+    m = max(_limit_tokens(m, k), -(-64 // k))  # so that few sums cancel
+    ids = _draw_ids(rng, m, n, min_slots=m)
     weights = rng.reals(*ids.shape, dtype=torch.float32)
     weights.masked_fill_((ids < 0) | (ids >= n), torch.nan)
     return ids, weights, rng.packed(n, k, group_size)
@@ -95,12 +95,12 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 def _draw_grad_weights(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     packed = rng.packed(n, k, group_size)
-    m = max(_few_tokens(m, k), 9)  # all slots can have one id, and few products can cancel
-    return rng.reals(m, k), _slots(rng, m, n), packed
+    m = max(_limit_tokens(m, k), 9)  # so that few sums cancel, also if all slots have one id
+    return rng.reals(m, k), _draw_ids(rng, m, n), packed
 
 
 def _draw_grad(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    ids = _slots(rng, m, n)
+    ids = _draw_ids(rng, m, n)
     tokens = torch.arange(ids.numel(), device=rng.device) // ids.shape[1]
     _, order, bounds, _ = weighted.touched_rows(ids.flatten(), n)
     weights = rng.reals(ids.numel(), dtype=torch.float32)

@@ -14,7 +14,7 @@ from arbcli.verify.verification import CaseGenerator, Gate, Verification, filled
 
 
 def averaged_digits(whole: int, fraction: int, value: float, word: int) -> tuple[int, int]:
-    """Average `value` into one statistic, given the 16 random bits `word` that round it."""
+    """Average `value` into a statistic, rounded stochastically by the 16 random bits of `word`."""
     mean_square = value if whole == -128 else 0.99 * 2 ** (whole + fraction / 128) + 0.01 * value
     t = 128 * math.log2(mean_square) if mean_square > 0 else -math.inf
     t = min(max(t, -127 * 128), 127 * 128 + 127)
@@ -67,7 +67,7 @@ def _average_reference(statistic: Tensor, value: Tensor, key: Tensor, ok: int) -
 
 def _append_state(inputs: tuple, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the result, counters and decoded statistics."""
-    if int(results[0]) == 0:  # nobody reads these then
+    if int(results[0]) == 0:  # gains are not used then
         results = (results[0], *(torch.zeros_like(gain) for gain in results[1:]))
     running = [statistic_value_reference(x) for x in inputs[5:7] if x is not None]
     return *results, *running, *inputs[-2:]

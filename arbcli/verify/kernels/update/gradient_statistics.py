@@ -33,7 +33,7 @@ def gradient_statistics_reference(
 
 
 def _scale_path(group_size: int) -> tuple[bool, bool]:
-    """Return whether groups are planes, and whether their lanes are all of them."""
+    """Return whether groups are planes, and whether they fill all lanes."""
     return group_size == PLANE, group_size & (group_size - 1) == 0
 
 

@@ -33,14 +33,14 @@ def quantise_gradient_reference(
     exponents = torch.maximum(fitting, new) if add else new
     if low is None:
         return (sums.long() + q if add else q).to(sums.dtype), exponents
-    total = together_reference(sums, low) + q if add else q
+    total = combine_planes_reference(sums, low) + q if add else q
     bits = torch.cat([total, total.new_zeros(len(total) % 2, total.shape[1])]) % 16
     high = torch.div(total, 16, rounding_mode="floor").to(torch.int8)
     return high, (bits[::2] + 16 * bits[1::2]).to(torch.uint8), exponents
 
 
-def together_reference(sums: Tensor, low: Tensor | None) -> Tensor:
-    """Combine the planes of sums, in int64: (..., N, K)."""
+def combine_planes_reference(sums: Tensor, low: Tensor | None) -> Tensor:
+    """Combine the high and low planes of sums to (..., N, K) int64."""
     if low is None:
         return sums.long()
     bits = torch.stack([low.long() % 16, low.long() // 16], dim=-2)
@@ -58,8 +58,8 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
         low, room = rng.integers(0, 15, (n + 1) // 2, k).contiguous().view(torch.uint8), 450
     block = block_of(k) if rng.chance(0.9) else 1
     add = not rng.chance(0.4)
-    widest = 2047 if low is not None else 127 if dtype == torch.int8 else 32767
-    limit = 1 + rng.integer(room) if add else widest
+    max_sum = 2047 if low is not None else 127 if dtype == torch.int8 else 32767
+    limit = 1 + rng.integer(room) if add else max_sum
     return rng.reals(n, k), exponent, rng.key(), sums, low, fitting, limit, block, add
 
 
@@ -69,7 +69,7 @@ def _set_nonfinite(grad: Tensor) -> Tensor:
     return grad
 
 
-def _halves(grad: Tensor) -> Tensor:
+def _round_to_halves(grad: Tensor) -> Tensor:
     return (8 * grad).round() / 16
 
 
@@ -79,7 +79,7 @@ quantise_gradient_verification = Verification(
         "zeros": {"grad": torch.zeros_like}, "clipped": {"grad": lambda x: x * 1e30},
         "tiny": {"grad": lambda x: x * 1e-33}, "not finite": {"grad": _set_nonfinite},
         "not finite, not mixed": {"grad": _set_nonfinite, "block": 1},
-        "halfway": {"grad": _halves, "limit": 15, "block": 1},
+        "halfway": {"grad": _round_to_halves, "limit": 15, "block": 1},
     }, compared=("sums", "low", "fitting"),
     draw=_draw, needs_rows=False,
 )  # fmt: skip

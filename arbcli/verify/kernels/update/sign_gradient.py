@@ -23,18 +23,18 @@ def sign_gradient_reference(
 
 
 def _scale_path(group_size: int) -> bool:
-    """Return whether the lanes of groups are all of them."""
+    """Return whether groups fill all lanes."""
     return group_size & (group_size - 1) == 0
 
 
 def _sum_parts(_inputs: tuple, results: SignGradient) -> tuple[Tensor, ...]:
-    """Add parts up, in float64."""
+    """Sum the parts, in float64."""
     signs, (slope, *sums, _, _) = results
     return signs, slope, *(part.double().sum() for part in sums)
 
 
 def _draw_small(rng: CaseGenerator, *shape: int) -> Tensor:
-    """Draw integers, so that sums are exact and no sign is an accident of their order."""
+    """Draw small integers, whose sums are exact, so that signs do not depend on their order."""
     return rng.view(rng.integers(-4, 4, *shape).to(rng.dtype))
 
 

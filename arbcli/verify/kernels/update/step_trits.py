@@ -88,7 +88,7 @@ def draw_weights(
 
 
 def _draw_state(rng: CaseGenerator, n: int, k: int) -> tuple[Tensor, Tensor, int, int, bool]:
-    """Draw trits and bytes of remainders, with P, the largest remainder, and whether m is in it."""
+    """Draw trits, remainders, radix, largest remainder, and whether remainders include m."""
     nibble = rng.integer(2) == 1
     radix, largest = (8, 7) if nibble else (32, 127)
     packed, remainder = draw_weights(rng, n, k, radix, largest)

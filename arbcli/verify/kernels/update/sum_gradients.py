@@ -8,7 +8,7 @@ from arbcli.kernels.update.hadamard import block_of
 from arbcli.kernels.update.quantise_gradient import NONE, NOT_FINITE
 from arbcli.kernels.update.sum_gradients import sum_gradients
 from arbcli.verify.kernels.update.hadamard import hadamard_matrix, signs_reference
-from arbcli.verify.kernels.update.quantise_gradient import together_reference
+from arbcli.verify.kernels.update.quantise_gradient import combine_planes_reference
 from arbcli.verify.verification import CaseGenerator, Verification
 
 
@@ -17,7 +17,7 @@ def sum_gradients_reference(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """Compute the reference result of `sum_gradients`, in int64 and float64."""
-    total = together_reference(parts, low).sum(0)
+    total = combine_planes_reference(parts, low).sum(0)
     integer: TensorOptions = {"dtype": torch.int64, "device": parts.device}
     if block > 1:
         mixer = torch.tensor(hadamard_matrix(block), **integer)
