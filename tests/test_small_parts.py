@@ -20,8 +20,7 @@ from arbcli.interop.huggingface.dense import shape_of
 def test_model_of_another_kind_has_no_shape():
     config = preset("tiny", layers=2)
     assert shape_of(config) is not None
-    narrow = change_fields(config, {"blocks.0.mixer.window": 3})
-    assert shape_of(narrow).windows == (3, None)
+    assert shape_of(change_fields(config, {"blocks.0.mixer.window": 3})).windows == (3, None)
     for other in (preset("hnet-tiny"), graph_config(), preset("tiny", streams=2)):
         assert shape_of(other) is None
     for field, value in (

@@ -95,8 +95,7 @@ def test_model_is_read_and_given_back(transformers, kind, tmp_path, monkeypatch)
     if kind == "Qwen 3, tied":  # some rows at a time, as of large ones
         monkeypatch.setattr(importing, "READ_AT_ONCE", 4000)
         monkeypatch.setattr(rounding, "ROUNDED_AT_ONCE", 2000)
-    report = import_folder(back, tmp_path / "again")
-    assert report.relative_error == 0
+    assert import_folder(back, tmp_path / "again").relative_error == 0
     second = load_weights(tmp_path / "again", print).model.state_dict()
     for name, part in ours.state_dict().items():
         assert torch.equal(part, second[name]), name
