@@ -67,7 +67,7 @@ def _bounded(minimum: int, maximum: int) -> Field:
 
 def _fits_stop(stop: str | list[str]) -> bool:
     stops = [stop] if isinstance(stop, str) else stop
-    # a text never has half of a surrogate pair, which is no character
+    # generated text never contains a lone surrogate
     valid = all(text == text.encode(errors="replace").decode() for text in stops)
     return valid and len(stops) <= MAX_STOPS and all(0 < len(text) <= MAX_STOP for text in stops)
 

@@ -85,13 +85,13 @@ def tuning_tokens(runs: Runs) -> str:
     order = begun + sorted(best.keys() - begun, key=lambda way: _by_seeds(best[way])[1])
     lines = []
     for text, kind in sorted(order, key=lambda way: way[0] != "novels"):
-        some = best[text, kind]
+        rows = best[text, kind]
         fields = {"novels": "novels", "code": "old", "chats": "chats", text: "new"}
-        cells = [f"{_mean(some, fields[name]):.4f}" for name in ("novels", "code", "chats")]
-        cells += [share(_mean(some, f"{fields[name]}_choices")) for name in ("novels", "code")]
-        size = f"{some[0]['state_bytes'] / 1e6:.0f}" if some[0]["state_bytes"] else ""
-        way = [kind, f"{some[0]['lr']:g}", f"{len(some)}"]
-        way = ["before", "", ""] if kind == "float" else way
+        cells = [f"{_mean(rows, fields[name]):.4f}" for name in ("novels", "code", "chats")]
+        cells += [share(_mean(rows, f"{fields[name]}_choices")) for name in ("novels", "code")]
+        size = f"{rows[0]['state_bytes'] / 1e6:.0f}" if rows[0]["state_bytes"] else ""
+        tuned = [kind, f"{rows[0]['lr']:g}", f"{len(rows)}"]
+        way = ["before", "", ""] if kind == "float" else tuned
         lines.append([text, *way, *cells, size])
     head = ["tuned on", "way", "best rate", "seeds", "novels", "code", "chats"]
     head += ["choices: novels", "code", "state, MB"]
